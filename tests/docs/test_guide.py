@@ -8,6 +8,7 @@ import pytest
 from tests.docs.runnable_markdown import NEEDS, REPOSITORY, Block, Workplace, blocks, missing_line
 from tests.docs.translations import CHAPTERS, COURSE
 
+pytestmark = pytest.mark.slow
 BLOCKS = [(chapter.stem, block) for chapter in CHAPTERS for block in blocks(chapter.read_text())]
 WITH_NVCC = {**NEEDS, "nvcc": lambda: shutil.which("nvcc") is not None}
 failed: list[str] = []

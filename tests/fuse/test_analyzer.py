@@ -14,6 +14,7 @@ from nanovllm.fuse.tracing import trace
 from tests.fuse.modules import PLAIN, norm
 
 
+@pytest.mark.slow
 def test_the_ops_that_we_have_are_the_ones_that_a_decode_step_wants():
     """At one token a norm goes into the product behind it; at 64 that would be repeated too often."""
     layer, kwargs, known = decoder_layer("qwen3-0.6b", 1, 1024)

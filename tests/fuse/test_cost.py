@@ -154,6 +154,7 @@ def test_an_epilogue_that_holds_many_accumulators_spills():
     assert FusionCostModel(H100).fused(KernelGroup(graph, graph.kernels)).repeated == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["nvidia-a100", "nvidia-h200", "nvidia-b200", "nvidia-rtx-4090"])
 def test_decisions_of_a_layer_on_every_gpu(gpu):
     layer, kwargs, known = decoder_layer("smollm2-135m", 4, 64)

@@ -37,6 +37,7 @@ def one(op, *shapes, dtype=BF16, device=H200):
     return found[0]
 
 
+@pytest.mark.slow
 def test_every_tunable_has_a_target_and_a_space():
     reached = set()
     for op, choices in TUNABLES.items():

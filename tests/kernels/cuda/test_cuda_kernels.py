@@ -265,6 +265,7 @@ def nvcc():
     return home / "bin" / "nvcc"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("source", ["fused_add_gelu.cu", "silu_and_mul.cu", "fused_activation.cu"])
 def test_loads_and_stores_16_bytes_without_spills(nvcc, tmp_path, source, capability):

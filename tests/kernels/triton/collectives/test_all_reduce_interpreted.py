@@ -9,5 +9,6 @@ pytest.importorskip("triton")
 from tests.interpreter import check_interpreted
 
 
+@pytest.mark.slow
 def test_in_the_interpreter():
     check_interpreted(Path(__file__).parent / "test_all_reduce.py")
