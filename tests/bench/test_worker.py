@@ -164,7 +164,7 @@ def test_weights_count_as_many_bytes_as_are_read(read, quantised):
     assert row.repeats[0].bytes == usual.repeats[0].bytes + more
 
 
-@pytest.mark.parametrize("quant, nbytes", [("Q8_0", 34 / 32), ("Q4_1", 20 / 32), ("F16", 4)])
+@pytest.mark.parametrize("quant, nbytes", [("Q8_0", 34 / 32), ("Q4_1", 20 / 32), ("F16", None)])
 def test_packed_weights_on_a_cpu_count_their_packed_bytes(tmp_path, monkeypatch, quant, nbytes):
     monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)
     pytest.importorskip("gguf")
@@ -177,4 +177,5 @@ def test_packed_weights_on_a_cpu_count_their_packed_bytes(tmp_path, monkeypatch,
     job = dataclasses.replace(
         JOB, model=str(path), max_model_len=64, options={"device": "cpu", "num_kvcache_blocks": 8, "dtype": "float32"}
     )
-    assert NanovllmEngine(job, LLM).bytes_of_a_weight == pytest.approx(nbytes)
+    found = NanovllmEngine(job, LLM).bytes_of_a_weight
+    assert found is nbytes is None or found == pytest.approx(nbytes)

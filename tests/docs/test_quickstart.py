@@ -18,6 +18,7 @@ def _label(block: Block) -> str:
     return f"line {block.line}: {block.file or block.text.splitlines()[0][:60]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", DOCUMENT, ids=_label)
 def test_block(workplace, block):
     if failed:

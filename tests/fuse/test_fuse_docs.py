@@ -12,6 +12,7 @@ def workplace(tmp_path_factory):
     return Workplace(tmp_path_factory.mktemp("fusion") / "work", {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [b for b in DOCUMENT if b.language != "text" and b.language], ids=lambda b: f"line {b.line}"
 )

@@ -61,6 +61,7 @@ def build(name: str, source: str, folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(folder / f"{name}.so"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_lesson(name, tmp_path):
     library, one = build(name, (LAB / f"{name}.cu").read_text(), tmp_path), lesson(name)
@@ -72,6 +73,7 @@ def test_lesson(name, tmp_path):
             assert failure is None and error <= 1, f"{dtype} {rows}x{dim}: {failure}"
 
 
+@pytest.mark.slow
 def test_a_wrong_index_would_show(tmp_path):
     source = (LAB / "softmax.cu").read_text().replace("i += blockDim.x", "i += blockDim.x + 1", 1)
     x = torch.randn(2, 4097)
@@ -79,6 +81,7 @@ def test_a_wrong_index_would_show(tmp_path):
     assert difference(y, torch.softmax(x.double(), 1))[1] is not None
 
 
+@pytest.mark.slow
 def test_the_guides_kernels(tmp_path):
     guide = blocks((REPOSITORY / "docs" / "course" / "4-cuda-kernel.md").read_text())
     library = build("rms_norm", next(b.text for b in guide if b.file == "rms_norm.cu"), tmp_path)
