@@ -175,6 +175,8 @@ class ChatAnswer:
             if choice is None:
                 choice = self._choices[piece.index] = Choice(self._conversation.parser())
             deltas = choice.feed(piece)
+            if not self._request.include_reasoning:
+                deltas = [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
             rows: list[dict[str, Any]] = []
             if self._request.logprobs:
                 rows = chat_logprobs(piece.logprobs or (), self._request.top_logprobs or 0, self._token_bytes)

@@ -44,9 +44,10 @@ def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams
 def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     if given is None:
         return None
-    for name in given:
-        if not re.fullmatch(r"\d{1,9}", name):
-            raise ApiError(400, f"logit_bias: {name[:80]!r} is no token id", "logit_bias")
+    wrong = [name for name in given if not re.fullmatch(r"\d{1,9}", name)]
+    if wrong:
+        named = ", ".join(f"{name[:80]!r}" for name in wrong[:5])
+        raise ApiError(400, f"logit_bias: expected token ids, not {named}", "logit_bias")
     return {int(name): bias for name, bias in given.items()}
 
 

@@ -28,6 +28,8 @@ def test_reasoning_tokens_are_counted(thinking):
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
     *_, last, done = thinking.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
     assert done == "[DONE]" and last["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
+    hidden = thinking.post("/v1/chat/completions", **body, include_reasoning=False)
+    assert hidden["choices"][0]["message"] == {"role": "assistant", "content": ""} and hidden["usage"] == whole["usage"]
     response = thinking.post("/v1/responses", input="hello there", max_output_tokens=12, ignore_eos=True, temperature=0)
     assert response["output"][0]["type"] == "reasoning"
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
