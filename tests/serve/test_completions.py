@@ -122,7 +122,7 @@ def test_cached_tokens_are_told(server):
         (dict(prompt="x", suffix="y"), "suffix", "put everything into the prompt"),
         (dict(prompt="x", max_tokens=0), "max_tokens", "echo"),
         (dict(prompt="x", logprobs=50), "logprobs", "at most 20"),
-        (dict(prompt="x", logit_bias={"a": 1, "b": 1}), "logit_bias", "expected token ids, not .a., .b."),
+        (dict(prompt="x", logit_bias={"a": 1, "b": 1}), "logit_bias", "expected token ids, not 'a', 'b'"),
         (dict(prompt="x", logit_bias={"123456": 1}), "logit_bias", "outside the vocabulary"),
         (dict(prompt="x", stream_options={"usage": True}), "stream_options", "unknown field"),
         (dict(prompt="x", stream_options={"include_usage": None}), "stream_options", "stream=true"),
