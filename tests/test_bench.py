@@ -173,12 +173,12 @@ def test_peers(run):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_peer_reads_the_embedded_model(run, smollm2_path):
     code, _, record = run("--model", str(smollm2_path), *SMALL[:-1], "1", "--engine", "nanovllm,transformers")
     ours, theirs = record["rows"]
     assert code == 0 and theirs["error"] is None and theirs["about"]["dtype"] == ours["about"]["dtype"] == "float32"
-    assert theirs["repeats"][0]["bytes"] == ours["repeats"][0]["bytes"]
+    # A peer is counted by the file's mean bytes of a weight, the engine by those of the weights that a step reads.
+    assert theirs["repeats"][0]["bytes"] == pytest.approx(ours["repeats"][0]["bytes"], rel=0.03)
 
 
 def test_a_preset_needs_no_files_and_its_dtype_has_a_measured_limit(tmp_path):
