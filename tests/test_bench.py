@@ -181,6 +181,7 @@ def test_a_peer_reads_the_embedded_model(run, smollm2_path):
     assert theirs["repeats"][0]["bytes"] == pytest.approx(ours["repeats"][0]["bytes"], rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_preset_needs_no_files_and_its_dtype_has_a_measured_limit(tmp_path):
     given = "--preset qwen3-0.6b --device cpu --no-profile --engine nanovllm,transformers --json"
     args = bench.parser().parse_args([*given.split(), str(tmp_path / "j.json"), *SMALL])

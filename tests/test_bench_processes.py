@@ -76,6 +76,7 @@ def whole_run(model, tmp_path_factory):
     return folder, done.stdout, time.perf_counter() - started
 
 
+@pytest.mark.slow
 def test_a_whole_run_in_processes_of_its_own(whole_run):
     """The profile's files, too."""
     folder, printed, seconds = whole_run
@@ -99,6 +100,7 @@ def test_a_whole_run_in_processes_of_its_own(whole_run):
         assert "it needs matplotlib" in printed
 
 
+@pytest.mark.slow
 def test_perfetto_reads_the_trace_of_a_whole_run(whole_run):
     read = check(whole_run[0] / "profile_trace.json")
     assert {c.name for c in read.counters} >= {"KV cache blocks used"} and len(read.processes) == 1

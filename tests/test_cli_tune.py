@@ -67,6 +67,7 @@ def test_a_dry_run_shows_the_space_and_what_is_left_out_and_why():
     assert job["left_out"]["more rows than there are"] == 30
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_a_model_has_all_its_ops():
     document = json.loads(ok("--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--json", "-"))
     ops = {job["op"] for job in document["jobs"]}

@@ -10,17 +10,10 @@ def test_the_table_is_what_the_command_prints():
     assert embedded_table(KERNELS.read_text()) == printed_table(), "run python -m tests.docs.update"
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "kernels",
-        "attention-provider",
-        "models",
-        "fast-paths",
-        "serving",
-        pytest.param("adapters", marks=pytest.mark.slow),
-    ],
-)
+SLOW = ("attention-provider", "models", "fast-paths", "serving", "adapters")
+
+
+@pytest.mark.parametrize("page", ["kernels", *(pytest.param(page, marks=pytest.mark.slow) for page in SLOW)])
 def test_its_code_runs(page, tmp_path):
     place = Workplace(tmp_path / "work", NEEDS)
     text = (REPOSITORY / "docs" / f"{page}.md").read_text()
