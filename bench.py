@@ -78,6 +78,11 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--ablate", action="store_true", help="measure with each op's custom kernel off in turn")
     how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     how.add_argument(
+        "--activation-quantization",
+        action=argparse.BooleanOptionalAction,
+        help="8-bit activations for fp8 weights in steps of many tokens (the default)",
+    )
+    how.add_argument(
         "--capture-prefill",
         action=argparse.BooleanOptionalAction,
         help="CUDA graphs for steps with prompts too (the default)",

@@ -55,6 +55,9 @@ class EngineConfig:
     Quantised checkpoints need no argument; their own method's name is taken too, and another one is an error."""
     lm_head_quantization: str | None = None
     """Quantise the LM head while it is loaded, if the checkpoint has it in floats: "fp8" or "int8"."""
+    activation_quantization: bool = True
+    """On a GPU with fp8 tensor cores, steps of many tokens quantise the activations of fp8 layers too, for checkpoints
+    made for it and with `quantization="fp8"` (docs/models.md). False: weights alone."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int = 4096
@@ -183,6 +186,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
     "cpu_activations": _one_of("float32", "int8"),
     "device": (lambda value: isinstance(value, str), "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),
+    "activation_quantization": _SWITCH,
     "skip_tokenizer_init": _SWITCH,
     "enable_prefix_caching": _SWITCH,
     "enforce_eager": _SWITCH,

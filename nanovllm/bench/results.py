@@ -116,8 +116,8 @@ def settings(run: Record, row: Row) -> str:
     if row.engine == "nanovllm":
         choices = (run.arguments.get("kernels") or "").split(";")
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
-        if run.arguments.get("capture_prefill") is False:
-            given["no capture_prefill"] = True
+        for name in ("activation_quantization", "capture_prefill"):  # on if they can be
+            given[f"no {name}"] = run.arguments.get(name) is False
         if (piggybacked := run.arguments.get("ride_prompts")) is not None:
             given["ride_prompts" if piggybacked else "no ride_prompts"] = True
     return ", ".join(n if v is True else f"{n} {v}" for n, v in sorted(given.items()) if v not in (None, False, ""))

@@ -34,6 +34,9 @@ def serve(
         str | None, _option(_ENGINE, "fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
     ] = None,
     lm_head_quantization: Annotated[str | None, _option(_ENGINE, "fp8 or int8: the same of the LM head.")] = None,
+    activation_quantization: Annotated[
+        bool, _option(_ENGINE, "Quantise the activations of fp8 layers too, in steps of many tokens.")
+    ] = True,
     device: Annotated[str, _option(_ENGINE, "auto, cuda, cuda:N or cpu.")] = "auto",
     max_model_len: Annotated[int, _option(_ENGINE, "Most tokens of a prompt and its output together.")] = 4096,
     max_num_seqs: Annotated[int, _option(_ENGINE, "Most completions in a step.")] = 512,

@@ -17,6 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from nanovllm.kernels import Kernels
+from nanovllm.layers.quantised_activations import QuantisingOp
 from nanovllm.layers.selected_op import FusedOp, SelectedOp
 
 _WITHOUT_MEMORY: ContextVar[bool] = ContextVar("weights_without_memory", default=False)
@@ -43,10 +44,12 @@ class StoredMatrix(ABC):
 
     Attributes:
         op: the op that multiplies with it.
+        quantising_op: the op that quantises x as well, for a matrix of a checkpoint made for that; None: x stays.
         permutation: int64 [columns]: stored column i is column permutation[i] of the weight. None: in order.
     """
 
     op: str
+    quantising_op: str | None = None
     permutation: torch.Tensor | None = None
 
     @property
@@ -122,22 +125,45 @@ class PackedWeight(nn.Module):
         matrices: they lie one below the other. Adjacent ones of one form become one.
         dtype: the dtype of activations.
         kernels: the providers of the matrices' ops.
+        quantise_activations: whether matrices may use their `quantising_op`.
     """
 
-    def __init__(self, matrices: Sequence[StoredMatrix], dtype: torch.dtype, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        matrices: Sequence[StoredMatrix],
+        dtype: torch.dtype,
+        kernels: Kernels,
+        quantise_activations: bool = True,
+    ) -> None:
         super().__init__()
         self.matrices = _merged(matrices)
         self.dtype = dtype
         self.shape = torch.Size((sum(m.shape[0] for m in self.matrices), self.matrices[0].shape[1]))
         self._ops = [(FusedOp if m.op == "linear" else SelectedOp)(m.op, kernels) for m in self.matrices]
+        self._quantising = [
+            QuantisingOp(m.quantising_op if quantise_activations else None, kernels) for m in self.matrices
+        ]
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""
         if len(self.matrices) == 1:
-            return _product(self._ops[0], self.matrices[0], x, bias)
+            return self._product(0, x, bias)
         sizes = [m.shape[0] for m in self.matrices]
         biases: Sequence[torch.Tensor | None] = [None] * len(sizes) if bias is None else bias.split(sizes)
-        return torch.cat([_product(op, m, x, b) for op, m, b in zip(self._ops, self.matrices, biases)], -1)
+        return torch.cat([self._product(i, x, part) for i, part in enumerate(biases)], -1)
+
+    def _product(self, i: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The outputs of the i-th matrix."""
+        op, quantising, matrix = self._ops[i], self._quantising[i], self.matrices[i]
+        if matrix.permutation is not None:
+            x = x.index_select(-1, matrix.permutation)
+        operands = matrix.operands()
+        if quantising.used and quantising.takes_call(x, *operands):
+            return quantising(x, *operands, bias)
+        if isinstance(op, FusedOp):
+            (weight,) = operands
+            return product(op, x, weight, bias)
+        return op(x, *operands, bias)
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows that int64 [n] names, dequantised: [n, columns], of `dtype`."""
@@ -184,15 +210,6 @@ def product(linear: FusedOp, x: torch.Tensor, weight: Weight, bias: torch.Tensor
     if isinstance(weight, PackedWeight):
         return weight(x, bias)
     return linear(x, weight, bias) if linear.takes(x, weight) else F.linear(x, weight, bias)
-
-
-def _product(op: SelectedOp, matrix: StoredMatrix, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if matrix.permutation is not None:
-        x = x.index_select(-1, matrix.permutation)
-    if isinstance(op, FusedOp):
-        (weight,) = matrix.operands()
-        return product(op, x, weight, bias)
-    return op(x, *matrix.operands(), bias)
 
 
 def _merged(matrices: Sequence[StoredMatrix]) -> list[StoredMatrix]:

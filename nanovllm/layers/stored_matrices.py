@@ -54,12 +54,18 @@ class FloatMatrix(StoredMatrix):
 class Fp8Matrix(StoredMatrix):
     """weight * scale, as the op `linear_fp8` takes them.
 
-    weight: float8_e4m3fn [rows, columns]; scale: float32 [1, rows or rows / 128, 1 or columns / 128].
+    weight: float8_e4m3fn [rows, columns]; scale: float32 [1, rows or rows / 128, 1 or columns / 128];
+    quantises_activations: its checkpoint was made for activations of 8 bits, too.
     """
 
     weight: torch.Tensor
     scale: torch.Tensor
+    quantises_activations: bool = False
     op = "linear_fp8"
+
+    @property
+    def quantising_op(self) -> str | None:  # type: ignore[override]
+        return "linear_fp8_dynamic" if self.quantises_activations else None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,11 +87,11 @@ class Fp8Matrix(StoredMatrix):
         if height == 1:
             return self
         rows = torch.arange(self.shape[0], device=self.scale.device) // height
-        return Fp8Matrix(self.weight, self.scale[rows])
+        return replace(self, scale=self.scale[rows])
 
     def take_rows(self, index: torch.Tensor) -> Fp8Matrix:
         scale = self.by_row().scale[index]
-        return Fp8Matrix(self.weight.view(torch.uint8)[index].view(torch.float8_e4m3fn), scale)
+        return replace(self, weight=self.weight.view(torch.uint8)[index].view(torch.float8_e4m3fn), scale=scale)
 
     def rows(self, start: int, length: int) -> StoredMatrix:
         height, _ = block_shape(self.weight, self.scale)
@@ -93,11 +99,11 @@ class Fp8Matrix(StoredMatrix):
         if height != BLOCK or self.scale.shape[0] == 1 or start % BLOCK or ends_in_block:
             return super().rows(start, length)
         scale = self.scale[start // BLOCK : -(-(start + length) // BLOCK)]
-        return Fp8Matrix(self.weight[start : start + length], scale)
+        return replace(self, weight=self.weight[start : start + length], scale=scale)
 
     def padded(self, rows: int) -> Fp8Matrix:
         weight = _padded(self.weight.view(torch.uint8), rows).view(torch.float8_e4m3fn)
-        return Fp8Matrix(weight, _padded(self.by_row().scale, rows))
+        return replace(self, weight=weight, scale=_padded(self.by_row().scale, rows))
 
     def columns(self, start: int, length: int) -> Fp8Matrix | None:
         scale = self.scale
@@ -106,7 +112,7 @@ class Fp8Matrix(StoredMatrix):
                 return None
             scale = scale[:, start // BLOCK : -(-(start + length) // BLOCK)].contiguous()
         weight = self.weight.view(torch.uint8).narrow(1, start, length).contiguous()
-        return Fp8Matrix(weight.view(torch.float8_e4m3fn), scale)
+        return replace(self, weight=weight.view(torch.float8_e4m3fn), scale=scale)
 
     def joined(self, others: Sequence[StoredMatrix]) -> Fp8Matrix | None:
         matrices = [self, *(m for m in others if isinstance(m, Fp8Matrix))]
@@ -117,7 +123,8 @@ class Fp8Matrix(StoredMatrix):
         if not (blocks and whole and all(m.scale.shape[0] == -(-m.shape[0] // BLOCK) for m in matrices)):
             matrices = [m.by_row() for m in matrices]
         weight = torch.cat([m.weight.view(torch.uint8) for m in matrices]).view(torch.float8_e4m3fn)
-        return Fp8Matrix(weight, torch.cat([m.scale for m in matrices]))
+        both = all(m.quantises_activations for m in matrices)
+        return Fp8Matrix(weight, torch.cat([m.scale for m in matrices]), both)
 
 
 @dataclass(frozen=True)

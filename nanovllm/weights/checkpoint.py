@@ -35,6 +35,8 @@ class Checkpoint:
     """How weights are quantised while they are loaded: one of `ONLINE_QUANTIZATION`; None: they are not."""
     online_head: str | None = None
     """The same of the LM head, if it has a form of its own: "fp8" or "int8"."""
+    activation_quantization: bool = True
+    """As of `EngineConfig`."""
 
 
 def locate(config: EngineConfig) -> Checkpoint:
@@ -43,7 +45,11 @@ def locate(config: EngineConfig) -> Checkpoint:
     Raises:
         ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
     """
-    return replace(_locate(config), online_head=config.lm_head_quantization)
+    return replace(
+        _locate(config),
+        online_head=config.lm_head_quantization,
+        activation_quantization=config.activation_quantization,
+    )
 
 
 def _locate(config: EngineConfig) -> Checkpoint:

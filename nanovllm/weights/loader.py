@@ -64,7 +64,8 @@ def load_model(
     def layers(model: DecoderForCausalLM, places: Mapping[str, Place], shards: Shards) -> PackedLayers:
         planes = ShardPlanes(model, places, shards, quantiser, dtype, device)
         keep = device.type == "cuda" or packed is not None if keep_packed is None else keep_packed
-        return PackedLayers(model, planes, kernels, dtype, device, keep, in_planes=packed is None)
+        quantise = checkpoint.activation_quantization
+        return PackedLayers(model, planes, kernels, dtype, device, keep, packed is None, quantise)
 
     if checkpoint.format == "dummy":
         with weights_without_memory():

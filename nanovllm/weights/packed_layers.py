@@ -154,6 +154,7 @@ class PackedLayers:
         dtype: the dtype of activations.
         keep: whether weights stay packed; if not they are expanded to `dtype`.
         in_planes: whether the bytes of GGUF's blocks are put in the order that kernels of a GPU read.
+        quantise_activations: as of `PackedWeight`.
     """
 
     def __init__(
@@ -165,10 +166,11 @@ class PackedLayers:
         device: torch.device,
         keep: bool,
         in_planes: bool = True,
+        quantise_activations: bool = True,
     ) -> None:
         self.device, self.names = device, planes.names
         self._model, self._planes, self._kernels, self._dtype, self._keep = model, planes, kernels, dtype, keep
-        self._in_planes = in_planes
+        self._in_planes, self._quantise_activations = in_planes, quantise_activations
         self._matrices: dict[str, dict[str, StoredMatrix]] = {name: {} for name in planes.modules}
         self._not_finite: list[tuple[str, torch.Tensor]] = []
         for name, module in model.named_modules():
@@ -226,7 +228,7 @@ class PackedLayers:
             return nn.Parameter(whole, requires_grad=False)
         if self._in_planes:
             matrices = [m.as_planes() if isinstance(m, GGUFMatrix) else m for m in matrices]
-        return PackedWeight(matrices, self._dtype, self._kernels)
+        return PackedWeight(matrices, self._dtype, self._kernels, self._quantise_activations)
 
     def finish(self, checkpoint: Checkpoint) -> None:
         """After the last tensor: check that all scales are finite, and log what the model takes.

@@ -130,6 +130,7 @@ OTHERS = [
     (record(row(20.0), kernels="softmax=native; rms_norm = native"), "kernels rms_norm=native;softmax=native"),
     (record(row(20.0), enforce_eager=True), "enforce_eager"),
     (record(row(20.0), capture_prefill=False), "no capture_prefill"),
+    (record(row(20.0), activation_quantization=False), "no activation_quantization"),
     (record(row(20.0), ride_prompts=False), "no ride_prompts"),
     (record(row(20.0), ride_prompts=True), "ride_prompts"),
     (record(row(20.0), max_num_seqs=4), "max_num_seqs 4"),

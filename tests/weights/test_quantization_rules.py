@@ -45,6 +45,28 @@ def test_modules_that_are_not_converted():
     assert parse(quant_method="fbgemm_fp8").storage_of(UP).block == (1, 0)
 
 
+@pytest.mark.parametrize(
+    "activations, wanted",
+    [
+        (None, False),
+        ({"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}, True),
+        ({"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}, True),
+        ({"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}, False),
+        ({"num_bits": 8, "dynamic": True}, False),
+    ],
+)
+def test_what_activations_a_checkpoint_of_compressed_tensors_was_made_for(activations, wanted):
+    config = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
+    config["config_groups"]["group_0"]["input_activations"] = activations
+    assert parse(**config).storage_of(UP).quantises_activations is wanted
+
+
+def test_activations_of_other_checkpoints_in_8_bit_floats_are_quantised():
+    for scheme in ("dynamic", "static"):
+        assert parse(quant_method="fp8", activation_scheme=scheme).storage_of(UP).quantises_activations
+    assert parse(quant_method="fbgemm_fp8").storage_of(UP).quantises_activations
+
+
 def test_dynamic_rules_of_gptq():
     """The first that matches decides; "-:" leaves a module as it is."""
     dynamic = {"-:.*v_proj": {}, r"+:.*layers\.1\.": {"bits": 8, "group_size": 32}, ".*up": {"desc_act": True}}

@@ -16,12 +16,14 @@ LEAST = 1e-30
 def quantise_fp8(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., size] as (float8_e4m3fn [..., size], float32 scales [..., size / columns]), about code * scale.
 
-    A scale is the largest magnitude of `columns` adjacent numbers over 448. Computed in float32, rounded to nearest.
+    A scale is the largest magnitude of `columns` adjacent numbers over 448. Numbers are multiplied by its inverse, 448
+    over that magnitude. Computed in float32, rounded to nearest.
     """
     groups = x.float().unflatten(-1, (-1, columns))
-    scale = groups.abs().amax(-1, keepdim=True).clamp_min(LEAST) / LARGEST
-    codes = (groups / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return codes.flatten(-2), scale.squeeze(-1)
+    largest = groups.abs().amax(-1, keepdim=True).clamp_min(LEAST)
+    top = torch.full_like(largest, LARGEST)  # PyTorch multiplies by the inverse of a number, and so rounds twice
+    codes = (groups * (top / largest)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return codes.flatten(-2), (largest / top).squeeze(-1)
 
 
 MOST_COLUMNS = 32768
@@ -105,7 +107,7 @@ def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: to
         )
     if scale.shape[1] == 1:
         by_row = scale.shape[0] in (1, outputs)
-        return None if by_row and capability >= (9, 0) else "scales of rows need compute capability 9.0"
+        return None if by_row and capability >= (8, 9) else "scales of rows need compute capability 8.9"
     if capability != (9, 0):
         return f"scales of blocks of columns need compute capability 9.0, not {capability[0]}.{capability[1]}"
     if scale.shape[0] != -(-outputs // BLOCK) or outputs % BLOCK or size % (4 * BLOCK) or not scale.is_contiguous():

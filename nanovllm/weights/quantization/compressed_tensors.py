@@ -5,6 +5,8 @@ Source: the package compressed-tensors, `QuantizationConfig` and its compressors
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nanovllm.weights.quantization.fp8 import Fp8Storage
 from nanovllm.weights.quantization.integers import PackedIntStorage, PlainIntStorage
 from nanovllm.weights.quantization.rules import EVERY, REMEDY, Quantization, Rule, Section
@@ -63,7 +65,7 @@ def _storage(group: Section, config: Section) -> Storage | None:
         weights.one_of("num_bits", (8,))
         if format == "pack-quantized" or not symmetric:
             weights.fail("type", kind, f"'int' for format {format!r}, symmetric={symmetric}")
-        return Fp8Storage("weight_scale", _block(weights, strategy, group_size))
+        return Fp8Storage("weight_scale", _block(weights, strategy, group_size), _quantises_activations(group))
     bits = weights.one_of("num_bits", (4, 8))
     if strategy == "block" or format == "float-quantized":
         weights.fail("strategy", strategy, f"'tensor', 'channel' or 'group' for integers, in format {format!r}")
@@ -77,6 +79,12 @@ def _storage(group: Section, config: Section) -> Storage | None:
     if by_group:
         weights.fail("actorder", actorder, f"null or 'weight' for format {format!r}")
     return PlainIntStorage(bits, group_size, symmetric, strategy == "tensor")
+
+
+def _quantises_activations(group: Section) -> bool:
+    """Whether the activations of a group's modules are 8-bit floats, with scales of any kind."""
+    of = group.get("input_activations")
+    return isinstance(of, Mapping) and of.get("num_bits") == 8 and of.get("type", "int") == "float"
 
 
 def _block(weights: Section, strategy: str, group_size: int) -> tuple[int, int]:

@@ -18,15 +18,18 @@ _SCALES = ("F32", "BF16", "F16")
 class Fp8Storage(Storage):
     """`X.weight` float8_e4m3fn [rows, columns] and its scales, which are multiplied.
 
-    Scales of the activations (`input_scale`) may be there: activations are not quantised, which is more exact.
+    Scales of the activations (`input_scale`) may be there. They are not used: where activations are quantised, each
+    token gets scales of its own, which fit it more closely.
 
     Attributes:
         scale_name: "weight_scale_inv" or "weight_scale".
         block: (rows, columns) that share a scale; 0: all of them.
+        quantises_activations: whether the configuration says that activations are quantised as well.
     """
 
     scale_name: str
     block: tuple[int, int]
+    quantises_activations: bool = True
 
     @property
     def label(self) -> str:
@@ -60,4 +63,4 @@ class Fp8Storage(Storage):
             scale = scale.repeat_interleave(width // BLOCK, 1)[:, : -(-columns // BLOCK)]
         if height not in (rows, 1, BLOCK):
             scale = scale.repeat_interleave(height, 0)[:rows]
-        return Fp8Matrix(planes["weight"].contiguous(), scale.contiguous())
+        return Fp8Matrix(planes["weight"].contiguous(), scale.contiguous(), self.quantises_activations)

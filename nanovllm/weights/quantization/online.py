@@ -34,12 +34,17 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Shares of the full range that int4 tries: a smaller scale clips the largest weights, and rounds the others less."""
 
 
-def to_fp8(weight: torch.Tensor) -> Fp8Matrix:
-    """weight [rows, columns], any float dtype, in blocks of 128 x 128, each scaled so that its largest value is 448."""
+def to_fp8(weight: torch.Tensor, quantises_activations: bool = True) -> Fp8Matrix:
+    """weight [rows, columns], any float dtype, in blocks of 128 x 128, each scaled so that its largest value is 448.
+
+    Args:
+        quantises_activations: as of `Fp8Matrix`.
+    """
     parts = [_to_fp8(part) for part in weight.split(_rows_at_once(weight))]
     return Fp8Matrix(
         torch.cat([part.weight.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
         torch.cat([part.scale for part in parts]),
+        quantises_activations,
     )
 
 
@@ -139,7 +144,7 @@ class Quantiser:
         if form is None:
             return FloatMatrix(weight), None
         if form == "fp8":
-            return to_fp8(weight), "fp8 in blocks of 128 x 128"
+            return to_fp8(weight, ".layers." in name), "fp8 in blocks of 128 x 128"
         if form in ("Q4_K", "Q6_K"):
             if weight.shape[1] % 256 == 0:
                 return to_k_quants(weight, form), f"GGUF {form}"

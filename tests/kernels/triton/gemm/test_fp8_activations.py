@@ -1,5 +1,7 @@
 """`linear_fp8_dynamic`: what its reference rounds, and that the kernel rounds to the same codes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,6 +61,18 @@ def test_product(outputs, size, rows, columns, biased, poison):
     exact = linear_fp8.native(x.double(), weight, scale, None if bias is None else bias.double())
     error = (want - exact).norm() / exact.norm()
     assert 0.005 < error < 0.04
+
+
+@pytest.mark.parametrize("capability, least", [((8, 6), None), ((8, 9), 257), ((9, 0), 257), ((12, 0), 257)])
+def test_layers_call_it_for_many_tokens_where_there_are_fp8_tensor_cores(capability, least, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    index = 10 * capability[0] + capability[1]  # of no real GPU, since answers are remembered
+    numbers = fp8_activations.num_tokens_linear_fp8_dynamic(SimpleNamespace(device=torch.device("cuda", index)))
+    assert (numbers[0] if numbers else None) == least and (least is None or 1 << 20 in numbers)
+
+
+def test_layers_on_a_cpu_never_call_it():
+    assert not fp8_activations.num_tokens_linear_fp8_dynamic(torch.empty(128, 128))
 
 
 def test_wrong_shapes_are_errors():

@@ -1,0 +1,125 @@
+"""When a layer with weights of 8-bit floats quantises its activations, and when it leaves them alone."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from nanovllm import LLM
+from nanovllm.kernels import all_ops, resolve_kernels
+from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
+from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.layers.stored_matrices import FloatMatrix
+from nanovllm.weights.quantization.online import to_fp8
+from tests import tiny
+from tests.native import NATIVE
+from tests.providers import registered
+from tests.weights.test_quantised_checkpoints import GREEDY, OPTIONS, PACKED, prompts
+
+CPU = torch.device("cpu")
+OP = "linear_fp8_dynamic"
+LEAST = 5
+REFERENCE = all_ops()[OP].native
+
+
+def drawn(rows, columns, seed=0):
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.05
+
+
+def packed(matrices, accepts=None, num_tokens=lambda weight: range(LEAST, 100), **options):
+    """A weight whose products with quantised activations a provider of the test computes, for 5 tokens and more."""
+    with registered(OP, REFERENCE, accepts=accepts, num_tokens=num_tokens):
+        kernels = resolve_kernels(CPU, True, {OP: ["mine"], "linear_fp8": ["native"]})
+    return PackedWeight(matrices, torch.float32, kernels, **options)
+
+
+def quantises(weight, num_tokens, columns=256):
+    x = drawn(num_tokens, columns, seed=1)
+    got, exact = weight(x), x @ weight.dequantised().T
+    codes, scales = quantise_fp8(x, 128)
+    rounded = (codes.float().unflatten(1, (-1, 128)) * scales[..., None]).flatten(1) @ weight.dequantised().T
+    assert not torch.allclose(exact, rounded, atol=1e-4)
+    is_rounded = torch.allclose(got, rounded, atol=1e-6)
+    assert is_rounded or torch.allclose(got, exact, atol=1e-6)
+    return is_rounded
+
+
+def test_activations_are_quantised_from_a_number_of_tokens_on():
+    weight = packed([to_fp8(drawn(128, 256))])
+    assert [n for n in (1, LEAST - 1, LEAST, 40) if quantises(weight, n)] == [LEAST, 40]
+
+
+def test_weights_that_were_not_made_for_it_take_activations_as_they_are():
+    assert not quantises(packed([to_fp8(drawn(128, 256), quantises_activations=False)]), 40)
+
+
+def test_a_switch_turns_it_off():
+    assert not quantises(packed([to_fp8(drawn(128, 256))], quantise_activations=False), 40)
+
+
+def test_the_reference_is_never_preferred_to_exact_activations():
+    assert not quantises(PackedWeight([to_fp8(drawn(128, 256))], torch.float32, NATIVE), 40)
+
+
+def test_a_call_that_the_provider_refuses_takes_activations_as_they_are():
+    seen = []
+
+    def accepts(x, weight, scale, bias=None):
+        seen.append((x.shape, weight.dtype, scale.shape))
+        return "not today"
+
+    assert not quantises(packed([to_fp8(drawn(128, 256))], accepts), 40)
+    assert seen == [((40, 256), torch.float8_e4m3fn, (1, 2))]
+
+
+def test_matrices_below_each_other_decide_alone():
+    made, not_made = to_fp8(drawn(128, 256)), to_fp8(drawn(128, 256, 2), quantises_activations=False)
+    floats = FloatMatrix(drawn(64, 256, 3))
+    assert quantises(packed([made, made]), 40)
+    assert not quantises(packed([made, not_made]), 40)  # one matrix, with the exact product
+    x, bias = drawn(40, 256, 1), drawn(1, 192, 4)[0]
+    got = packed([made, floats])(x, bias)
+    assert torch.equal(got[:, :128], REFERENCE(x, made.weight, made.scale, bias[:128]))
+    assert torch.allclose(got[:, 128:], x @ floats.weight.T + bias[128:], atol=1e-6)
+
+
+def test_parts_of_a_matrix_are_as_the_whole():
+    made = to_fp8(drawn(256, 256))
+    parts = [
+        made.rows(0, 128), made.rows(3, 7), made.take_rows(torch.tensor([1, 0])), made.padded(300), made.by_row(),
+        made.columns(0, 128), made.joined([made]),
+    ]  # fmt: skip
+    assert all(part.quantising_op == OP for part in parts)
+    other = dataclasses.replace(made, quantises_activations=False)
+    assert other.quantising_op is other.rows(0, 128).quantising_op is None
+    assert made.joined([other]).quantising_op is None
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("floats")
+    tiny.save(path, "qwen3", hidden_size=128, intermediate_size=256, head_dim=32)
+    return path
+
+
+def engine_calls(directory, **options):
+    """(tokens, outputs of the weight) of every product with quantised activations in a run of an engine."""
+    calls = []
+
+    def fn(x, weight, scale, bias=None):
+        calls.append((len(x), len(weight)))
+        return REFERENCE(x, weight, scale, bias)
+
+    priority = {name: ["native"] for name in all_ops()} | {OP: ["mine"]}
+    options = OPTIONS | PACKED | dict(use_custom_kernels=True, kernel_priority=priority) | options
+    with registered(OP, fn, num_tokens=lambda weight: range(LEAST, 100)):
+        llm = LLM(str(directory), quantization="fp8", **options)
+    llm.generate(prompts(), GREEDY, use_tqdm=False)
+    return calls
+
+
+def test_an_engine_quantises_activations_of_prompts_but_never_those_of_the_head(directory):
+    calls = engine_calls(directory, lm_head_quantization="fp8")
+    assert min(tokens for tokens, _ in calls) >= LEAST
+    assert {outputs for _, outputs in calls} == {128, 256, 512}  # of the layers; the head has 199
+    assert engine_calls(directory, activation_quantization=False) == []
