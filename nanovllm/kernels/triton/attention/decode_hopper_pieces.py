@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from nanovllm.kernels.triton.attention.decode_kernel import planned_tiles
+from nanovllm.kernels.triton.attention.decode_pieces import planned_tiles
 
 MOST_MERGED: gl.constexpr = gl.constexpr(16)
 """Tiles of a piece up to which few pieces and no merge through global memory are faster than more pieces."""
@@ -32,7 +32,7 @@ def find_piece(
     """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without
     a piece.
 
-    Pieces are cut as `decode_kernel` cuts them: into about `most_pieces`, of `least` tiles or more. With clusters, one
+    Pieces are cut as in `decode_pieces.py`: into about `most_pieces`, of `least` tiles or more. With clusters, one
     sequence is cut into as many pieces as a cluster merges, if these are then short. The first programs, or with
     EMPTY_LAST the last, are those without one. First, they end while others still wait for the kernel before this one;
     last, where they are most of the grid, they delay no other. Every warp finds its piece by itself. The lengths are

@@ -1,10 +1,8 @@
-"""Decode attention: one kernel that plans, attends, and merges.
+"""Decode attention: one kernel that finds its piece (`decode_pieces.py`), attends, and merges.
 
-Each sequence is cut into pieces of about the same size over the whole batch, so that a long sequence beside short ones
-leaves no multiprocessor idle; the programs are far more than the multiprocessors, or all resident at once, and the
-hardware deals them out. Every program derives the whole plan from context_lens, on the device: a captured graph replays
-with any lengths. The program that arrives last at a sequence's counter merges its pieces, in order, and zeroes the
-counter for the next launch.
+The programs are far more than the multiprocessors, or all resident at once, and the hardware deals them out. The
+program that arrives last at a sequence's counter merges its pieces, in order, and zeroes the counter for the next
+launch.
 
 With ROTATE the queries come as the QKV projection gives them, and so do the new token's key and value: every program
 normalises and rotates its own queries, and the one with the sequence's last piece attends to the new token from
@@ -29,105 +27,11 @@ from nanovllm.kernels.triton.attention.common import (
     store_rows,
     store_tokens,
 )
+from nanovllm.kernels.triton.attention.decode_pieces import find_piece, num_tiles
 from nanovllm.kernels.triton.attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
 from nanovllm.kernels.triton.attention.shared_kernel import shared_start
-from nanovllm.kernels.triton.device_math import INTERPRETED
+from nanovllm.kernels.triton.device_memory import fence, prefetch
 from nanovllm.kernels.triton.rows.move_rows import quantised
-
-if INTERPRETED:
-
-    @triton.jit
-    def fence():
-        pass
-
-    @triton.jit
-    def prefetch(ptr, SIZE: tl.constexpr):
-        pass
-else:
-
-    @triton.jit
-    def fence():
-        """What this thread has written comes, for every multiprocessor, before what it writes or signals from now
-        on.
-        """
-        tl.inline_asm_elementwise(
-            "fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-    @triton.jit
-    def prefetch(ptr, SIZE: tl.constexpr):
-        """Ask for SIZE elements of 16 bits or more, without waiting for them."""
-        lines = (ptr + tl.arange(0, 32) % tl.cdiv(SIZE, 32) * 32).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def find_piece(
-    piece,
-    lens_ptr,
-    shared_lens_ptr,
-    num_seqs,
-    PIECES: tl.constexpr,
-    LEAST: tl.constexpr,
-    SEQS_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
-    NEW: tl.constexpr,
-    FRESH: tl.constexpr,
-):
-    """-> (seq, its length, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
-
-    No piece has more than `share` tiles, total / PIECES rounded up or LEAST, so there are fewer than num_seqs + PIECES
-    of them. The pieces of the sequences that are cut come first, since they are the largest. FRESH: lengths past the
-    first-level cache.
-    """
-    CACHE: tl.constexpr = ".cg" if FRESH else ""
-    if SEQS_PAD == 1:
-        shared = tl.load(shared_lens_ptr) if SHARED else 0
-        length = tl.load(lens_ptr, cache_modifier=CACHE)
-        share = tl.maximum(tl.cdiv(planned_tiles(length, shared, NEW, TILE, WINDOW), PIECES), LEAST)
-        seq = 0
-        first_piece = 0
-    else:
-        offs = tl.arange(0, SEQS_PAD)
-        lens = tl.load(lens_ptr + offs, mask=offs < num_seqs, other=0, cache_modifier=CACHE)
-        shared = 0
-        if SHARED:
-            shared = tl.load(shared_lens_ptr + offs, mask=offs < num_seqs, other=0)
-        tiles = planned_tiles(lens, shared, NEW, TILE, WINDOW)
-        tiles = tl.where(offs < num_seqs, tiles, 0)
-        share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), PIECES), LEAST)
-        pieces = tl.cdiv(tiles, share)
-        cut = tl.where(pieces > 1, pieces, 0)
-        whole = tl.where(pieces == 1, 1, 0)
-        starts = tl.where(pieces > 1, tl.cumsum(cut, 0) - cut, tl.sum(cut, 0) + tl.cumsum(whole, 0) - whole)
-        mine = (starts <= piece) & (piece < starts + pieces)
-        found = tl.sum(tl.where(mine, (starts.to(tl.int64) << 32) | (offs + 1), 0), 0)
-        seq = (found & 0xFFFFFFFF).to(tl.int32) - 1
-        first_piece = (found >> 32).to(tl.int32)
-        length = tl.sum(tl.where(offs == seq, lens, 0), 0)
-    return seq, length, first_piece, share
-
-
-@triton.jit
-def num_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """Tiles that hold a token to attend to.
-
-    NEW: how many of `length` tokens, the last ones, are attended to apart from them.
-    """
-    tiles = tl.cdiv(tl.maximum(length - NEW, 0), TILE) - shared // TILE
-    if WINDOW > 0:
-        tiles -= tl.maximum(length - WINDOW, 0) // TILE
-    return tiles
-
-
-@triton.jit
-def planned_tiles(length, shared, NEW: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr):
-    """At least one, so that some program writes the zeros of a sequence without tokens, or attends to the new token."""
-    return tl.maximum(num_tiles(length, shared, NEW, TILE, WINDOW), 1)
 
 
 # What differs from batch to batch is not specialised on: it would compile the kernel again, in the middle of serving.
