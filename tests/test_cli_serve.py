@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 
 import pytest
 
@@ -14,6 +15,17 @@ import httpx
 from typer.testing import CliRunner
 
 from nanovllm.cli import app
+from nanovllm.cli.option_records import takes_records
+from nanovllm.cli.serve_options import (
+    AccessOptions,
+    EngineOptions,
+    LimitOptions,
+    ModelOptions,
+    RayOptions,
+    ReportOptions,
+)
+from nanovllm.config import EngineConfig
+from nanovllm.serve.options import ServeOptions
 from tests import tiny
 from tests.serve.running import wait_until
 
@@ -37,6 +49,37 @@ from tests.serve.running import wait_until
 def test_bad_input_is_named(args, said):
     done = CliRunner().invoke(app, args)
     assert isinstance(done.exception, ValueError) and said in str(done.exception)
+
+
+def test_defaults_are_those_of_the_engine_and_the_server():
+    assert EngineOptions().config("m") == EngineConfig("m")
+    server = {f.name: f.default for f in fields(ServeOptions)}
+    same = [f for record in (LimitOptions, ReportOptions) for f in fields(record) if f.name in server]
+    assert len(same) > 7 and {f.name: f.default for f in same} == {f.name: server[f.name] for f in same}
+
+
+def test_options_reach_the_record_that_has_them():
+    given = []
+
+    @takes_records
+    def command(model: ModelOptions, ray: RayOptions) -> None:
+        given.extend((model, ray))
+
+    command(replicas=2, host="::")
+    assert given == [ModelOptions(host="::"), RayOptions(replicas=2)]
+    with pytest.raises(TypeError, match="hots"):
+        command(hots="::")
+
+
+def test_keys_are_read_from_a_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# staff\n\n  first-secret \nsecond-secret\n")
+    assert AccessOptions(api_key=["own-secret"], api_key_file=file).keys() == (
+        "own-secret", "first-secret", "second-secret",
+    )  # fmt: skip
+    file.write_text("# none yet\n")
+    with pytest.raises(ValueError, match=f"{file}: holds no key"):
+        AccessOptions(api_key_file=file).keys()
 
 
 @pytest.fixture

@@ -1,0 +1,167 @@
+"""The options of `nanovllm serve`, by what they are about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from nanovllm.config import EngineConfig
+
+
+def _option(text: str, **others: Any) -> Any:
+    return typer.Option(help=text, **others)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The model, its names in requests, and where the server listens."""
+
+    model: Annotated[
+        str | None,
+        _option("A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct."),
+    ] = None
+    host: Annotated[str, _option("The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
+    port: Annotated[int, _option("The port to listen on; 0 takes a free one.")] = 8000
+    served_model_name: Annotated[
+        list[str] | None, _option("The model's name in requests; repeatable. By default as --model says.")
+    ] = None
+
+    def located(self) -> tuple[str, tuple[str, ...]]:
+        """(where the model is, its names in requests)"""
+        if self.model is not None:
+            return self.model, tuple(self.served_model_name or [self.model])
+        from nanovllm.weights.demo_model import demo_model_path
+
+        return str(demo_model_path()), tuple(self.served_model_name or ["SmolLM2-135M-Instruct"])
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The arguments of the engine."""
+
+    tokenizer: Annotated[str | None, _option("The tokenizer's directory; by default the model's.")] = None
+    load_format: Annotated[str, _option("auto, safetensors, gguf, or dummy for random weights.")] = "auto"
+    dtype: Annotated[str, _option("Weights and activations: auto, bfloat16, float16, float32.")] = "auto"
+    quantization: Annotated[
+        str | None, _option("fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
+    ] = None
+    lm_head_quantization: Annotated[str | None, _option("fp8 or int8: the same of the LM head.")] = None
+    activation_quantization: Annotated[
+        bool, _option("Quantise the activations of fp8 layers too, in steps of many tokens.")
+    ] = True
+    device: Annotated[str, _option("auto, cuda, cuda:N or cpu.")] = "auto"
+    max_model_len: Annotated[int, _option("Most tokens of a prompt and its output together.")] = 4096
+    max_num_seqs: Annotated[int, _option("Most completions in a step.")] = 512
+    max_num_batched_tokens: Annotated[int | None, _option("Most tokens in a step.")] = None
+    gpu_memory_utilization: Annotated[float, _option("The share of the GPU's memory to use.")] = 0.9
+    kvcache_block_size: Annotated[int, _option("Tokens in a block of the KV cache.")] = 256
+    num_kvcache_blocks: Annotated[int | None, _option("Blocks of the KV cache; by default what fits.")] = None
+    kv_cache_dtype: Annotated[str, _option("auto, or fp8 for half the memory.")] = "auto"
+    enable_prefix_caching: Annotated[bool, _option("Reuse the KV cache of prompts that begin alike.")] = True
+    enforce_eager: Annotated[bool, _option("Do not capture CUDA graphs.")] = False
+    tensor_parallel_size: Annotated[int, _option("GPUs that share the model.")] = 1
+    max_logprobs: Annotated[int, _option("Most log-probabilities that a request may ask for.")] = 20
+    seed: Annotated[int | None, _option("Seed for requests that have none.")] = None
+    use_custom_kernels: Annotated[bool | None, _option("Custom kernels, or every op's PyTorch reference.")] = None
+    kernel_plugin: Annotated[list[str] | None, _option("A Python file or module with kernels; repeatable.")] = None
+
+    def config(self, model: str) -> EngineConfig:
+        from nanovllm.config import EngineConfig
+
+        arguments = vars(self) | {"model": model, "kernel_plugins": tuple(self.kernel_plugin or ())}
+        del arguments["kernel_plugin"]
+        return EngineConfig(**arguments)
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """The process of the engine."""
+
+    in_process: Annotated[bool, _option("Run the engine in a thread of the server's process.")] = False
+    restart: Annotated[str, _option("always or never: whether a dead engine is started again.")] = "always"
+
+    def __post_init__(self) -> None:
+        if self.restart not in ("always", "never"):
+            raise ValueError(f"--restart {self.restart}: must be always or never")
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What the server refuses, and when it gives up."""
+
+    max_waiting: Annotated[int, _option("Most completions that wait for a first token; more get 503.")] = 4096
+    max_waiting_tokens: Annotated[int, _option("Most prompt tokens that wait; more get 503.")] = 4_000_000
+    max_per_key: Annotated[int | None, _option("Most requests of an API key at a time; more get 429.")] = None
+    queue_timeout: Annotated[float, _option("Seconds to wait for a first token; then 503.")] = 600.0
+    max_connections: Annotated[int, _option("Most open connections; more get 503.")] = 10_000
+    max_body_mib: Annotated[int, _option("Most MiB of a request's body; larger ones get 413.")] = 16
+    stall_timeout: Annotated[float, _option("Seconds without a step after which /health is 503, if there is work.")] = (
+        120.0
+    )
+    drain: Annotated[float, _option("Seconds to finish running requests at the end.")] = 30.0
+
+
+@dataclass(frozen=True)
+class AccessOptions:
+    """Keys, origins and TLS."""
+
+    api_key: Annotated[
+        list[str] | None,
+        _option("A key that clients must send; repeatable.", envvar="NANOVLLM_API_KEY", show_default=False),
+    ] = None
+    api_key_file: Annotated[Path | None, _option("A file with one key per line.")] = None
+    cors_origin: Annotated[list[str] | None, _option("An origin whose pages may call the server; repeatable.")] = None
+    ssl_certfile: Annotated[Path | None, _option("A certificate for HTTPS.")] = None
+    ssl_keyfile: Annotated[Path | None, _option("The certificate's key.")] = None
+    ssl_ca_certs: Annotated[Path | None, _option("The authorities that clients' certificates must be from.")] = None
+
+    def keys(self) -> tuple[str, ...]:
+        """Raises: ValueError: the file holds no key."""
+        keys = list(self.api_key or ())
+        if self.api_key_file is not None:
+            lines = (line.strip() for line in self.api_key_file.read_text().splitlines())
+            keys += [line for line in lines if line and line[0] != "#"]
+            if not keys:
+                raise ValueError(f"--api-key-file {self.api_key_file}: holds no key; write one in each line")
+        return tuple(keys)
+
+    def tls(self) -> tuple[tuple[str, str], ...]:
+        """The options of `Listener`."""
+        names = "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
+        return tuple((name, str(file)) for name in names if (file := getattr(self, name)) is not None)
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Metrics, traces and logs."""
+
+    metrics_prefix: Annotated[str, _option("The prefix of metrics that vLLM has as well.")] = "vllm:"
+    otlp_endpoint: Annotated[str | None, _option("Send a trace span of each request to this address.")] = None
+    access_log: Annotated[bool, _option("Log every answer.")] = False
+    log_json: Annotated[bool, _option("Write logs as JSON.")] = False
+    log_level: Annotated[str, _option("debug, info, warning or error.")] = "warning"
+
+    def __post_init__(self) -> None:
+        if self.log_level.lower() not in ("debug", "info", "warning", "error"):
+            raise ValueError(f"--log-level {self.log_level}: must be debug, info, warning or error")
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Replicas on Ray."""
+
+    replicas: Annotated[int | None, _option("Copies of the server behind this address, each with GPUs of its own.")] = (
+        None
+    )
+    max_replicas: Annotated[int | None, _option("Under load, Ray adds replicas up to this number.")] = None
+    ray_address: Annotated[
+        str | None, _option("The Ray cluster, or auto for this machine's; by default a new one.")
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.replicas is None and (self.max_replicas is not None or self.ray_address is not None):
+            raise ValueError("--max-replicas and --ray-address are for replicas on Ray; pass --replicas as well")
