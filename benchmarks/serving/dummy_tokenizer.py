@@ -13,27 +13,40 @@ from pathlib import Path
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 
 
-def write(directory: Path, vocab_size: int) -> None:
-    """Byte-level BPE without merges: the 256 bytes, then a space and random letters for each token."""
+END_TOKEN = "<|end|>"
+
+
+def write(directory: Path, vocab_size: int, eos_token_id: int | None = None) -> None:
+    """Byte-level BPE without merges: the 256 bytes, then a space and random letters for each token.
+
+    Args:
+        eos_token_id: the token that ends an output, which structured output needs; None: there is none.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     rng = random.Random(0)
-    tokens = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    while len(tokens) < vocab_size:
-        tokens["\u0120" + "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8)))] = None
+    texts = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    while len(texts) < vocab_size:
+        texts["\u0120" + "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8)))] = None
+    tokens = list(texts)
+    if eos_token_id is not None:
+        tokens = [*tokens[:eos_token_id], END_TOKEN, *tokens[eos_token_id:-1]]
     bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE).save_pretrained(directory)
+    eos_token = None if eos_token_id is None else END_TOKEN
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=CHAT_TEMPLATE, eos_token=eos_token)
+    tokenizer.save_pretrained(directory)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--vocab-size", type=int, default=151936)
+    parser.add_argument("--eos-token-id", type=int, help="the model's end token, such as 151645 for qwen3-0.6b")
     args = parser.parse_args()
-    write(args.directory, args.vocab_size)
+    write(args.directory, args.vocab_size, args.eos_token_id)
 
 
 if __name__ == "__main__":

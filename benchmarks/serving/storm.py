@@ -4,8 +4,8 @@ python -m benchmarks.serving.storm --minutes 60                    # the embedde
 python -m benchmarks.serving.storm --minutes 60 --kill-engine 300 --serve-args "--model path/to/Qwen3-0.6B"
 
 Clients stream or not, vanish in the middle, read slowly, or send what must be refused. Every answer of a prompt and
-seed must be the same each time. A line each ten seconds tells the counts and both processes' memory. At the end the
-engine must be idle with all cache blocks free; the exit code is 1 if anything was wrong.
+seed must be the same each time. A line each ten seconds tells the counts and the memory of both processes and of the
+GPU. At the end the engine must be idle with all cache blocks free; the exit code is 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -20,9 +20,14 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.serving.server_process import ServerProcess
 
 PROMPTS = 32
 REFUSED = (b"{", b'{"prompt": 5}', b'{"prompt": "x", "temperature": -1}', b'{"prompt": "x", "nonsense": 1}')
@@ -111,24 +116,65 @@ def metric(port: int, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
-async def watch(storm: Storm, server: subprocess.Popen[str], end: float, kill_every: float) -> list[float]:
-    sizes, next_kill = [], time.monotonic() + kill_every
+@dataclass(frozen=True)
+class Memory:
+    """MiB at one time: of the front end, of the engine's process, and in use on the GPU; None: there is no such."""
+
+    front: float
+    engine: float | None
+    gpu: float | None
+
+
+def memory_of(pid: int) -> Memory:
+    """Of a server's process `pid`, its first child, and the whole GPU."""
+    engines = children(pid)
+    return Memory(memory_mib(pid), memory_mib(engines[0]) if engines else None, gpu_memory_mib())
+
+
+def gpu_memory_mib() -> float | None:
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return float(subprocess.run(command, capture_output=True, text=True, timeout=10).stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return None
+
+
+async def watch(storm: Storm, pid: int, end: float, kill_every: float) -> list[Memory]:
+    found, next_kill = [], time.monotonic() + kill_every
+    interval = min(10.0, (end - time.monotonic()) / 10)
     while time.monotonic() < end:
-        await asyncio.sleep(10)
-        engines = children(server.pid)
-        sizes.append(memory_mib(server.pid))
-        engine = f"{memory_mib(engines[0]):.0f}" if engines else "-"
-        print(f"{dict(storm.counts)}, memory {sizes[-1]:.0f} + {engine} MiB, {len(storm.wrong)} wrong", flush=True)
-        if kill_every and time.monotonic() > next_kill and engines:
+        await asyncio.sleep(interval)
+        found.append(await asyncio.to_thread(memory_of, pid))
+        sizes = " + ".join(f"{size:.0f}" for size in (found[-1].front, found[-1].engine, found[-1].gpu) if size)
+        print(f"{dict(storm.counts)}, memory {sizes} MiB, {len(storm.wrong)} wrong", flush=True)
+        if kill_every and time.monotonic() > next_kill and (engines := children(pid)):
             next_kill += kill_every
             os.kill(engines[0], signal.SIGKILL)
-    return sizes
+    return found
 
 
-async def run(args: argparse.Namespace, server: subprocess.Popen[str], storm: Storm) -> list[float]:
-    end = time.monotonic() + 60 * args.minutes
-    clients = [storm.client(random.Random(i), end) for i in range(args.clients)]
-    sizes, *_ = await asyncio.gather(watch(storm, server, end, args.kill_engine), *clients)
+async def attack(storm: Storm, pid: int, seconds: float, clients: int, kill_every: float = 0) -> list[Memory]:
+    """Let the clients loose on the server whose process is `pid`. What went wrong is added to `storm.wrong`.
+
+    Args:
+        kill_every: seconds between two kills of the engine's process; 0: none.
+
+    Returns:
+        The memory, at least ten times.
+    """
+    end = time.monotonic() + seconds
+    running = [storm.client(random.Random(i), end) for i in range(clients)]
+    sizes, *_ = await asyncio.gather(watch(storm, pid, end, kill_every), *running)
+    await asyncio.sleep(min(5.0, seconds / 10))
+    for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
+        if (left := await asyncio.to_thread(metric, storm.port, name)) != 0:
+            storm.wrong.append(f"{name} is {left} after the storm")
+    # An engine that was started again begins with less.
+    for kind in ("front",) if kill_every else ("front", "engine", "gpu"):
+        values = [value for size in sizes if (value := getattr(size, kind)) is not None]
+        first, second = values[: len(values) // 2], values[len(values) // 2 :]
+        if first and max(second) > 1.2 * max(first) + 50:
+            storm.wrong.append(f"memory ({kind}) grew from {max(first):.0f} to {max(second):.0f} MiB")
     return sizes
 
 
@@ -136,37 +182,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--port", type=int, default=8765)
     parser.add_argument("--kill-engine", type=float, default=0, help="seconds between two kills of the engine")
     parser.add_argument("--serve-args", default="", help="further arguments of `nanovllm serve`")
+    parser.add_argument("--start-limit", type=float, default=600, help="seconds in which the server must be ready")
     parser.add_argument(
         "--exact", action=argparse.BooleanOptionalAction, default=True,
         help="answers of a prompt and a seed must be equal; not for kernels whose results depend on the batch",
     )  # fmt: skip
     args = parser.parse_args()
-    command = [sys.executable, "-m", "nanovllm", "serve", "--port", str(args.port), *shlex.split(args.serve_args)]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    for line in server.stderr:
-        print(line, end="", file=sys.stderr)
-        if "Ctrl-C ends it" in line:
-            break
-    storm = Storm(args.port, args.exact)
-    try:
-        sizes = asyncio.run(run(args, server, storm))
-        time.sleep(5)
-        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-            if (left := metric(args.port, name)) != 0:
-                storm.wrong.append(f"{name} is {left} after the storm")
-    finally:
-        server.terminate()
-        server.wait(60)
-    half = len(sizes) // 2
-    if half and max(sizes[half:]) > 1.2 * max(sizes[:half]) + 50:
-        storm.wrong.append(f"memory grew from {max(sizes[:half]):.0f} to {max(sizes[half:]):.0f} MiB")
+    command = [sys.executable, "-m", "nanovllm", "serve", "--port", "{port}", *shlex.split(args.serve_args)]
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess("the server", command, os.environ, Path(folder) / "log")
+        try:
+            print(f"ready after {server.wait(args.start_limit):.1f} s", flush=True)
+            storm = Storm(server.port, args.exact)
+            asyncio.run(attack(storm, server.pid, 60 * args.minutes, args.clients, args.kill_engine))
+            server.check()
+        finally:
+            server.close()
     print("\n".join(storm.wrong[:20]) or "nothing was lost, mixed up or left over")
     return 1 if storm.wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from nanovllm.console import run_program
+
+    run_program("storm", main)

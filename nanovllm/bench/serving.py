@@ -158,6 +158,7 @@ class Measured:
         seconds: from the first request's start to the last answer's end.
         itl: between two events of a stream; an event may bring several tokens.
         tpot: mean seconds a token of each request, after its first.
+        client_load: share of one processor that the measuring process itself used. Near 1, the client may be the limit.
     """
 
     load: str
@@ -172,6 +173,7 @@ class Measured:
     itl: Spread | None
     tpot: Spread | None
     e2e: Spread | None
+    client_load: float | None = None
 
     @property
     def output_rate(self) -> float:
@@ -186,23 +188,26 @@ class Measured:
         return asdict(self) | {"output_rate": self.output_rate, "request_rate": self.request_rate}
 
     @classmethod
-    def of(cls, load: Load, requests: Sequence[Timed], goal: Goal | None) -> Measured:
+    def of(
+        cls, load: Load, requests: Sequence[Timed], goal: Goal | None, client_seconds: float | None = None
+    ) -> Measured:
+        """client_seconds: processor time of the measuring process."""
         good = [request for request in requests if request.error is None]
         errors: dict[str, int] = {}
         for request in requests:
             if request.error is not None:
                 errors[request.error] = errors.get(request.error, 0) + 1
         gaps = [b - a for r in good for a, b in zip(r.times, r.times[1:])]
-        started = min((r.start for r in good), default=0.0)
+        seconds = max((r.end for r in good), default=0.0) - min((r.start for r in good), default=0.0)
         return cls(
-            load=load.name, num_good=len(good), num_failed=len(requests) - len(good), errors=errors,
-            seconds=max((r.end for r in good), default=0.0) - started,
+            load=load.name, num_good=len(good), num_failed=len(requests) - len(good), errors=errors, seconds=seconds,
             num_prompt_tokens=sum(r.num_prompt or 0 for r in good),
             num_output_tokens=sum(r.num_output or len(r.times) for r in good),
             num_goal_met=None if goal is None else sum(map(goal.met, requests)),
             ttft=Spread.of([first_token(r) for r in good]), itl=Spread.of(gaps),
             tpot=Spread.of([t for r in good if (t := per_token(r)) is not None]),
             e2e=Spread.of([whole(r) for r in good]),
+            client_load=client_seconds / seconds if client_seconds is not None and seconds else None,
         )  # fmt: skip
 
 
@@ -210,12 +215,23 @@ def measure(
     target: Target, load: Load, goal: Goal | None = None, progress: Callable[[int], None] = lambda done: None
 ) -> Measured:
     """Run a load against a server. progress: called with the number of requests that have ended."""
-    requests = asyncio.run(_run(target, load, progress))
-    return Measured.of(load, [take_apart(*found) for found in requests], goal)
-
-
-async def _run(target: Target, load: Load, progress: Callable[[int], None]) -> list[Any]:
     bodies = load.bodies(target)
+    started = time.process_time()
+    requests = _loop_runner()(_run(target, load, bodies, progress))
+    client_seconds = time.process_time() - started
+    return Measured.of(load, [take_apart(*found) for found in requests], goal, client_seconds)
+
+
+def _loop_runner() -> Callable[[Any], list[Any]]:
+    """uvloop's where it is installed: an event costs the client two thirds of asyncio's time."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run
+    return uvloop.run
+
+
+async def _run(target: Target, load: Load, bodies: list[bytes], progress: Callable[[int], None]) -> list[Any]:
     found: list[Any] = [None] * len(bodies)
     limit = load.concurrency if load.workload is None else None
     slots = asyncio.Semaphore(limit or len(bodies))

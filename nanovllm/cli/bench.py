@@ -15,6 +15,8 @@ from nanovllm.json_output import STDOUT, write_json
 if TYPE_CHECKING:
     from nanovllm.bench.serving import Measured
 
+_BUSY_CLIENT = 0.9
+"""Share of a processor above which the client is said to be a possible limit."""
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure a server under load.")
 
 
@@ -142,6 +144,8 @@ def _print(found: list[Measured]) -> None:
     for m in found:
         for error, count in m.errors.items():
             print(f"{m.load}: {count} failed: {error}")
+        if (m.client_load or 0) > _BUSY_CLIENT:
+            print(f"{m.load}: the client used {100 * (m.client_load or 0):.0f} % of a processor and may be the limit")
 
 
 def _pair(spread: Any) -> str:

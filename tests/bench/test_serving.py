@@ -67,6 +67,7 @@ def test_figures():
     assert (found.num_good, found.num_failed, found.num_goal_met, found.errors) == (2, 1, 1, {"refused": 1})
     assert found.seconds == 3.0 and found.output_rate == pytest.approx(4 / 3)
     assert found.ttft.mean == 1.5 and found.itl.median == 0.5 and found.tpot.p99 == 0.5
+    assert found.client_load is None and Measured.of(Load(3), requests, None, 1.5).client_load == 0.5
     assert json.loads(json.dumps(found.as_dict()))["request_rate"] == pytest.approx(2 / 3)
 
 
@@ -81,6 +82,7 @@ def test_a_server(tmp_path):
             load = Load(6, input_len=5, output_len=7, concurrency=None if rate else 3, rate=rate, extra=extra)
             found = measure(target, load, progress=seen.append)
             assert found.errors == {} and found.num_output_tokens == 42 and seen == list(range(1, 7))
+            assert found.client_load > 0
         load = Load(2, input_len=5, output_len=4, vocab_size=50, extra=extra)
         assert measure(Target(server.url, "completions", "model", "some-secret-key"), load).num_prompt_tokens == 10
         ids = Load(workload=Workload("some", 3, 5, (2, 4), rate=50.0), vocab_size=50, extra=extra)
