@@ -30,6 +30,8 @@ MOST_COLUMNS = 32768
 """A kernel quantises a row as one tile."""
 MULTIPLE = 16
 """Of tokens, outputs and columns, as the library multiplies them."""
+LEAST_CUDA = (12, 9)
+"""From which on cuBLASLt takes scales of blocks."""
 
 
 def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
@@ -55,7 +57,8 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
     inputs=Inputs(
         make_inputs,
         needs=needs,
-        small=[(1, 16, 128), (1, 37, 96, 1, 0), (2, 9, 33, 0, 0), (5, 136, 640), (0, 8, 128), (17, 130, 256, 1, 0)],
+        small=[(1, 16, 128), (1, 37, 96, 1, 0), (2, 9, 33, 0, 0), (5, 144, 640), (0, 8, 128), (17, 80, 256, 1, 0),
+            (3, 48, 96, 0, 0), (9, 80, 384, 1, 128)],
         # Prompts. For fewer tokens reading the weight is the cost, and activations can stay as they are.
         decode=[(512, 4096, 4096), (1024, 1024, 3072)],
         large=[(2048, 1024, 3072), (8192, 4096, 4096), (8192, 4096, 4096, 1, 0)],
@@ -92,24 +95,41 @@ def linear_fp8_dynamic(
 
 
 def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
-    """Why the provider `triton`, for which the library multiplies, does not take a call; None: it does."""
+    """Why the provider `triton` does not take a call; None: the library or a kernel of its own multiplies."""
     outputs, size = weight.shape
     if size > MOST_COLUMNS:
         return f"rows of {size} elements; it takes at most {MOST_COLUMNS}"
-    if not x.is_cuda:
-        return None  # the interpreter quantises, and the reference multiplies
-    capability = torch.cuda.get_device_capability(x.device)
-    if x.dtype != torch.bfloat16:
-        return f"x of {x.dtype}; the library gives bfloat16"
     if outputs % MULTIPLE or size % MULTIPLE or not weight.is_contiguous() or x.numel() == 0:
-        return (
-            f"a weight {list(weight.shape)}; the library takes contiguous ones of multiples of {MULTIPLE}, and a token"
-        )
+        return f"a weight {list(weight.shape)}; it takes contiguous ones of multiples of {MULTIPLE}, and a token"
+    if not x.is_cuda:
+        return None  # the interpreter quantises, and multiplies
+    capability = torch.cuda.get_device_capability(x.device)
+    if capability < (8, 9):
+        return f"fp8 tensor cores need compute capability 8.9, not {capability[0]}.{capability[1]}"
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"x of {x.dtype}; it takes bfloat16 and float16"
+    return library_refuses(x, weight, scale) if capability < (9, 0) else None
+
+
+def library_refuses(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str | None:
+    """Why `torch._scaled_mm` does not multiply a call that `refused` lets pass; None: it does.
+
+    Source: PyTorch, aten/src/ATen/native/cuda/ScaledBlas.cpp; cuBLAS, "Scaling factors layouts".
+    """
+    (outputs, size), capability = weight.shape, torch.cuda.get_device_capability(x.device)
+    if x.dtype != torch.bfloat16:
+        return f"x of {x.dtype}; CUTLASS gives bfloat16"
     if scale.shape[1] == 1:
         by_row = scale.shape[0] in (1, outputs)
-        return None if by_row and capability >= (8, 9) else "scales of rows need compute capability 8.9"
+        return None if by_row else "scales of rows of blocks; it takes those of rows"
     if capability != (9, 0):
         return f"scales of blocks of columns need compute capability 9.0, not {capability[0]}.{capability[1]}"
+    if _cuda_version() < LEAST_CUDA:
+        return f"scales of blocks of columns need CUDA {LEAST_CUDA[0]}.{LEAST_CUDA[1]}, not {torch.version.cuda}"
     if scale.shape[0] != -(-outputs // BLOCK) or outputs % BLOCK or size % (4 * BLOCK) or not scale.is_contiguous():
-        return f"a weight {list(weight.shape)} with scales {list(scale.shape)}; the library takes whole blocks"
+        return f"a weight {list(weight.shape)} with scales {list(scale.shape)}; it takes whole blocks"
     return None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(n) for n in (torch.version.cuda or "0").split("."))

@@ -1,17 +1,27 @@
-"""The op `linear_fp8_dynamic`: a kernel quantises activations, and the library multiplies on fp8 tensor cores."""
+"""The op `linear_fp8_dynamic`: a kernel quantises activations, and fp8 tensor cores multiply.
+
+PyTorch's library multiplies, or `fp8_product` what that does not take.
+"""
 
 from __future__ import annotations
 
 import functools
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from nanovllm.kernels.ops import linear_fp8_dynamic as op
-from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8
-from nanovllm.kernels.ops.linear_fp8_dynamic import LARGEST, LEAST, MULTIPLE, columns_of_a_scale, refused
+from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape
+from nanovllm.kernels.ops.linear_fp8_dynamic import (
+    LARGEST,
+    LEAST,
+    MULTIPLE,
+    columns_of_a_scale,
+    library_refuses,
+    refused,
+)
+from nanovllm.kernels.triton.gemm.fp8_product import fp8_product
 from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS
 from nanovllm.kernels.triton.launch_arguments import cdiv, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.move_rows import to_fp8
@@ -107,11 +117,11 @@ def linear_fp8_dynamic(
     if refused(x, weight, scale, bias) is not None:
         return op.native(x, weight, scale, bias)
     codes, scales = quantised(x, columns)
-    num_tokens = x.numel() // size if size else 0
-    if x.is_cuda:
+    num_tokens = x.numel() // size
+    if x.is_cuda and library_refuses(x, weight, scale) is None:
         y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
         y = y[:num_tokens] if bias is None else y[:num_tokens] + bias
-        return y.view(*x.shape[:-1], outputs)
-    rounded = codes[:num_tokens].float().unflatten(-1, (-1, columns)) * scales[:num_tokens, :, None]
-    y = F.linear(rounded.flatten(-2), dequantise_fp8(weight, scale))
-    return (y if bias is None else y + bias.float()).to(x.dtype).view(*x.shape[:-1], outputs)
+    else:
+        y = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
+        fp8_product(codes, scales, weight, scale, bias, y)
+    return y.view(*x.shape[:-1], outputs)

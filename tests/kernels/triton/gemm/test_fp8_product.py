@@ -1,0 +1,66 @@
+"""`fp8_product`: products of 8-bit floats with scales, against float64, and what the kernel compiles to."""
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
+from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product
+from tests.kernels.triton.common import DEVICE, randn
+
+pytestmark = pytest.mark.triton
+FP8 = torch.float8_e4m3fn
+SMALL = Fp8Plan(tokens=32, outputs=64, warps=4, stages=2, programs=1, group=2)
+
+
+def operands(tokens, outputs, size, scale_rows, scale_columns):
+    """codes, scales, weight, scale; scale_rows, scale_columns: that share a scale of the weight, 0: all."""
+    codes = (64 * randn(tokens, size, dtype=torch.float32)).clamp(-448, 448).to(FP8)
+    weight = (64 * randn(outputs, size, dtype=torch.float32, seed=1)).clamp(-448, 448).to(FP8)
+    codes[0], weight[0] = 0.001953125, -0.005859375  # subnormal numbers
+    groups = -(-size // 128) if scale_columns else 1
+    scales = (randn(groups, tokens, dtype=torch.float32, seed=2).abs() + 0.1).t()
+    rows = -(-outputs // scale_rows) if scale_rows else 1
+    return codes, scales, weight, (randn(rows, groups, dtype=torch.float32, seed=3).abs() + 0.1) * size**-0.5 / 4096
+
+
+def check(num_tokens, codes, scales, weight, scale, bias, dtype, plan):
+    out = torch.full((num_tokens, len(weight)), torch.nan, dtype=dtype, device=DEVICE)
+    fp8_product(codes, scales, weight, scale, bias, out, plan)
+    x = codes.double() * scales.double().repeat_interleave(-(-codes.shape[1] // scales.shape[1]), 1)
+    want = x @ dequantise_fp8(weight, scale, torch.float64).T + (0 if bias is None else bias.double())
+    # Tensor cores of Hopper keep about 14 bits of a sum.
+    error = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3 if DEVICE == "cuda" else 1e-5}[dtype]
+    torch.testing.assert_close(out.double(), want[:num_tokens], rtol=error, atol=error)
+
+
+@pytest.mark.parametrize(
+    "num_tokens, outputs, size, scale_rows, scale_columns",
+    [
+        (48, 256, 384, 128, 128),
+        (45, 144, 256, 128, 128),  # parts of tiles and of blocks, and a part of the tokens
+        (33, 80, 256, 1, 128),
+        (16, 128, 256, 0, 128),
+        (20, 144, 208, 1, 0),  # a part of a tile's columns
+        (16, 64, 128, 0, 0),
+    ],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_product(num_tokens, outputs, size, scale_rows, scale_columns, biased, poison):
+    bias = randn(outputs, dtype=torch.bfloat16, seed=4) if biased else None
+    made = operands(-(-num_tokens // 16) * 16, outputs, size, scale_rows, scale_columns)
+    check(num_tokens, *made, bias, torch.float32, SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_built_in_plan(dtype, poison):
+    check(144, *operands(144, 272, 256, 128, 128), None, dtype, None)
+
+
+def test_the_plan_of_gpus_with_less_shared_memory(monkeypatch):
+    from nanovllm.kernels.triton.gemm.fp8_product import plan_fp8_product
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    plan = plan_fp8_product(torch.device("cuda", 120))  # of no real GPU, since answers are remembered
+    assert plan.stages * (plan.tokens + plan.outputs) * 128 + 2 * plan.tokens * plan.outputs <= 99 << 10

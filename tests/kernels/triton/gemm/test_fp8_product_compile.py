@@ -1,0 +1,52 @@
+"""What products of 8-bit floats and the quantisation of activations compile to at the shapes of Qwen3-8B."""
+
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+if triton.knobs.runtime.interpret:
+    pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
+
+from nanovllm.kernels.triton.gemm.fp8_activations import quantised
+from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product
+from tests.kernels.triton.compiled import compiled, launches_of, resources, wide
+
+TOKENS, SIZE = 2048, 4096
+SMALL = Fp8Plan(tokens=64, warps=4, stages=3)
+FP8 = torch.float8_e4m3fn
+
+
+def call(outputs, by_block, plan):
+    groups, rows = (SIZE // 128, outputs // 128) if by_block else (1, outputs)
+    codes, weight = torch.empty(TOKENS, SIZE, dtype=FP8), torch.empty(outputs, SIZE, dtype=FP8)
+    scales, scale = torch.empty(groups, TOKENS).t(), torch.empty(rows, groups)
+    return lambda: fp8_product(codes, scales, weight, scale, None, torch.empty(TOKENS, outputs).bfloat16(), plan)
+
+
+@pytest.mark.parametrize(
+    "capability, by_block, plan", [(90, True, None), (90, False, None), (100, True, None), (120, True, SMALL)]
+)
+def test_products_keep_their_sums_in_registers(capability, by_block, plan, tmp_path):
+    ((_, kernel, args, options),) = launches_of([("product", call(6144, by_block, plan))])
+    binary = compiled(kernel, args, {k: options[k] for k in ("num_warps", "num_stages")}, capability)
+    registers, stack, local = resources(binary, tmp_path)
+    assert local == stack == 0, f"{registers} registers, {stack} stack, {local} local"
+    ptx = binary.asm["ptx"]
+    assert "cp.async.bulk.tensor" in ptx
+    assert re.search({90: r"wgmma.*e4m3\.e4m3", 100: r"tcgen05\.mma", 120: r"mma\.sync.*e4m3\.e4m3"}[capability], ptx)
+    assert binary.metadata.shared <= (99 << 10 if capability == 120 else 227 << 10)
+
+
+@pytest.mark.parametrize("columns", [128, 4096])
+def test_quantisation_loads_wide_and_rounds_by_an_instruction(columns, tmp_path, monkeypatch):
+    from nanovllm.kernels.triton.gemm import fp8_activations
+
+    monkeypatch.setattr(fp8_activations, "converts_to_fp8", lambda device: True)
+    x = torch.empty(TOKENS, SIZE, dtype=torch.bfloat16)
+    ((_, kernel, args, options),) = launches_of([("quantise", lambda: quantised(x, columns))])
+    binary = compiled(kernel, args, {"num_warps": options["num_warps"]}, 90)
+    assert resources(binary, tmp_path)[1:] == (0, 0)
+    ptx = binary.asm["ptx"]
+    assert wide(ptx, "ld") and len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) and "div.full" not in ptx
