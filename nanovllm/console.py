@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -46,25 +44,6 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
         print(f"{name}: {e}", file=sys.stderr)
         code = 1
     sys.exit(code)
-
-
-@contextmanager
-def quick_start() -> Iterator[None]:
-    """Within the block Python's garbage collector is off; what the block made is never looked at by it.
-
-    Importing PyTorch and loading a model make some 200,000 objects, which stay to the end. The collector would go
-    through all of them several times meanwhile, and once more when the program exits. A collector that the user has
-    switched off stays off.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 class StatusLine:

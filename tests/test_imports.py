@@ -11,7 +11,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 # These know nothing of ours but each other's plain helpers; everybody may import them.
 LEAVES = {
     "config", "console", "model_config", "model_entries", "model_families", "model_rope", "model_experts",
-    "arguments", "foreign_arguments", "json_output", "sampling_params", "outputs", "structured_outputs",
+    "arguments", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
+    "structured_outputs",
 }  # fmt: skip
 ALLOWED = {
     "hardware": set(),

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 # Each takes a tenth of a second or more to import.
 DEAR = (
     "transformers", "rich", "triton", "huggingface_hub", "gguf", "sympy", "scipy", "PIL", "torch._dynamo",
@@ -41,19 +39,3 @@ print("collector:", gc.isenabled(), gc.get_freeze_count() > 10_000)
     found = run(code)
     assert " Paris" in found
     assert "collector: True True\ndear: []" in found
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_left_as_it_was(enabled) -> None:
-    code = f"""
-import gc
-from nanovllm.console import quick_start
-{"gc.enable()" if enabled else "gc.disable()"}
-try:
-    with quick_start():
-        print(gc.isenabled())
-        raise KeyError
-except KeyError:
-    print(gc.isenabled())
-"""
-    assert run(code).split() == ["False", str(enabled)]

@@ -8,6 +8,7 @@ object before its end tag.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Literal
 
 from nanovllm.chat.call_reader import CallReader
@@ -28,7 +29,7 @@ def tool_format(chat_template: str | None) -> ToolFormat | None:
     return "llama3" if PYTHON in template or '"parameters"' in template else None
 
 
-class ToolParser:
+class ToolParser(ABC):
     """What the formats share: text, calls, and which of the two comes now.
 
     Args:
@@ -49,13 +50,13 @@ class ToolParser:
             text = self._take(text, deltas)
         return deltas
 
+    @abstractmethod
     def finish(self) -> list[Delta]:
         """No more text will come; returns what was kept back. An unfinished call keeps the arguments that it has."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, text: str, deltas: list[Delta]) -> str:
         """Take some of the text; returns the rest."""
-        raise NotImplementedError
 
     def _read_call(self, reader: CallReader, text: str, deltas: list[Delta], beginning: str) -> str:
         """Read on in a call; returns the rest. beginning: what the text has before the object."""
@@ -70,8 +71,9 @@ class ToolParser:
             self._call_ended(reader)
         return text[at:]
 
+    @abstractmethod
     def _call_ended(self, reader: CallReader) -> None:
-        raise NotImplementedError
+        """The reader has no more to read."""
 
     def _extend(self, deltas: list[Delta], found: list[Delta]) -> None:
         if self._max_calls is None or self._num_calls < self._max_calls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,7 +18,8 @@ from nanovllm.cli.lab import app as lab_app
 from nanovllm.cli.plan import app as plan_app
 from nanovllm.cli.serve import serve as serve_command
 from nanovllm.cli.tune import tune as tune_command
-from nanovllm.console import StatusLine, quick_start, run_program
+from nanovllm.console import StatusLine, run_program
+from nanovllm.garbage_collector import collector_off
 
 if TYPE_CHECKING:
     from nanovllm import LLM
@@ -92,7 +94,7 @@ def _load(
     status = StatusLine()
     status.show(f"Loading {model or 'the default model'} ...")
     try:
-        with quick_start():
+        with collector_off(gc.freeze):
             from nanovllm import LLM
             from nanovllm.weights.demo_model import demo_model_path
 

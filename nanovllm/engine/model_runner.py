@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,6 @@ from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, LogprobsTensors, comp
 from nanovllm.engine.model_setup import (
     StartTimer,
     StepLimits,
-    garbage_collected_at_the_end,
     num_kvcache_blocks,
     within_blocks,
 )
@@ -28,6 +28,7 @@ from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.engine.token_masks import ConstrainedRow
+from nanovllm.garbage_collector import collector_off
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import LayerCache
 from nanovllm.models.packed_decoder import refusal
@@ -62,7 +63,7 @@ class ModelRunner:
         if reason and kernels.providers["decoder_step"] != "native":
             logger.info("the layers run op by op: %s", reason)
         timer = StartTimer()
-        with torch.inference_mode(), on_device(device), garbage_collected_at_the_end() if on_gpu else nullcontext():
+        with torch.inference_mode(), on_device(device), collector_off(gc.collect) if on_gpu else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
                 packed=None if reason else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,24 +34,6 @@ class StartTimer:
 
     def __str__(self) -> str:
         return ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self._seconds.items())
-
-
-@contextmanager
-def garbage_collected_at_the_end() -> Iterator[None]:
-    """Within the block Python's garbage collector is off; it runs once at the end.
-
-    A start creates a few hundred thousand objects. The collector would look at all of them many times, and once more
-    while requests wait. A collector that the user has switched off stays off.
-    """
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.collect()
 
 
 @dataclass(frozen=True)

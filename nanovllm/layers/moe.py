@@ -41,9 +41,13 @@ class StackedMatrices(ShardedParameters):
             rounded up: a scale for each block of 128 x 128.
     """
 
-    def __init__(self, num_experts: int, rows: int, columns: int) -> None:
+    weight: nn.Parameter
+
+    def __init__(self, intermediate_size: int) -> None:
         super().__init__()
-        self.weight = new_weight(num_experts, rows, columns)
+        self._full, group = intermediate_size, current_group()
+        self._size = group.divide(intermediate_size, "intermediate features of an expert")
+        self._start = group.rank * self._size
         self.scale: nn.Parameter | None = None
 
     def place(self, stacked: torch.Tensor, shard: str) -> torch.Tensor:
@@ -74,7 +78,7 @@ class StackedMatrices(ShardedParameters):
     @property
     def takes_fp8(self) -> bool:
         """Whether blocks of 128 x 128 do not cross from the gate to the up projection, nor from rank to rank."""
-        raise NotImplementedError
+        return self._size % BLOCK == 0
 
     def floats(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight, dequantised."""
@@ -90,10 +94,8 @@ class StackedGateUp(StackedMatrices):
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        self._full, group = intermediate_size, current_group()
-        self._size = group.divide(intermediate_size, "intermediate features of an expert")
-        self._start = group.rank * self._size
-        super().__init__(num_experts, 2 * self._size, hidden_size)
+        super().__init__(intermediate_size)
+        self.weight = new_weight(num_experts, 2 * self._size, hidden_size)
         self.shards = tuple(f"{expert}.{half}" for expert in range(num_experts) for half in ("gate", "up"))
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
@@ -106,10 +108,6 @@ class StackedGateUp(StackedMatrices):
         expert, _, half = shard.partition(".")
         return stacked[int(expert)].chunk(2)[half == "up"]
 
-    @property
-    def takes_fp8(self) -> bool:
-        return self._size % BLOCK == 0
-
 
 class StackedDown(StackedMatrices):
     """The down projections of all experts: weight [num_experts, hidden_size, intermediate_size / ranks].
@@ -118,10 +116,8 @@ class StackedDown(StackedMatrices):
     """
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        self._full, group = intermediate_size, current_group()
-        self._size = group.divide(intermediate_size, "intermediate features of an expert")
-        self._start = group.rank * self._size
-        super().__init__(num_experts, hidden_size, self._size)
+        super().__init__(intermediate_size)
+        self.weight = new_weight(num_experts, hidden_size, self._size)
         self.shards = tuple(map(str, range(num_experts)))
 
     def source_shape(self, name: str, shard: str) -> tuple[int, ...]:
@@ -129,10 +125,6 @@ class StackedDown(StackedMatrices):
 
     def part(self, name: str, shard: str) -> Part | None:
         return Part(1, self._start, self._size)
-
-    @property
-    def takes_fp8(self) -> bool:
-        return self._size % BLOCK == 0
 
 
 class Experts(nn.Module):

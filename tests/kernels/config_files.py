@@ -1,6 +1,6 @@
 """Files of tuned configurations as the tests write them, and a lookup in them.
 
-The fixture `config_folders` says where they lie.
+The fixture `config_folder` says where they are.
 """
 
 import json

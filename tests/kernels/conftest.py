@@ -4,17 +4,13 @@ import pytest
 
 
 @pytest.fixture
-def config_folders(monkeypatch, tmp_path):
-    """(shipped, the user's): files of configurations there are read for calls on the CPU, as if it were a GPU."""
+def config_folder(monkeypatch, tmp_path):
+    """The user's directory of configurations. Its files are read for calls on the CPU, as if it were a GPU."""
     from nanovllm.kernels.op import config_files
     from tests.kernels.config_files import GPU, forget
 
-    shipped, user = tmp_path / "shipped", tmp_path / "user"
-    shipped.mkdir()
-    user.mkdir()
     monkeypatch.setattr(config_files, "gpu_of", lambda device: GPU)
-    monkeypatch.setattr(config_files, "SHIPPED", shipped)
-    monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(user))
+    monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(tmp_path))
     forget()
-    yield shipped, user
+    yield tmp_path
     forget()

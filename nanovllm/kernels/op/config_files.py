@@ -51,17 +51,20 @@ class Entry:
     data: Mapping[str, Any]
 
 
-def in_force(tunable: Tunable, gpu: str) -> dict[Key, Any]:
+def in_force(tunable: Tunable, gpu: str, shipped: Path = SHIPPED) -> dict[Key, Any]:
     """The plans by key that a tunable has on a GPU. What its files have for other versions or another source is logged.
+
+    Args:
+        shipped: the directory of the files that come with the package.
 
     Raises:
         ValueError: a file is malformed.
     """
-    found = entries(tunable, gpu)
+    found = entries(tunable, gpu, shipped)
     for path in dict.fromkeys(e.path for e in found if e.stale):
         stale = [e for e in found if e.path == path and e.stale]
         # Stale entries of the user's own files deserve a warning; shipped ones for other versions are usual.
-        level = logging.INFO if path.parent == SHIPPED else logging.WARNING
+        level = logging.INFO if path.parent == shipped else logging.WARNING
         logger.log(
             level, "%s: %d configurations of %s are not used (%s); measure again with `nanovllm tune`",
             path, len(stale), tunable.name, "; ".join(dict.fromkeys(str(e.stale) for e in stale)),
@@ -72,14 +75,14 @@ def in_force(tunable: Tunable, gpu: str) -> dict[Key, Any]:
     return plans
 
 
-def entries(tunable: Tunable, gpu: str) -> list[Entry]:
+def entries(tunable: Tunable, gpu: str, shipped: Path = SHIPPED) -> list[Entry]:
     """What the files of a GPU say of a tunable, shipped ones first: of entries for the same key the last one counts.
 
     Raises:
         ValueError: a file is malformed; the message names it and the field.
     """
     found = []
-    for path in paths(gpu):
+    for path in paths(gpu, shipped):
         for index, data in _entries(path):
             if data["tunable"] != tunable.name:
                 continue
@@ -107,12 +110,12 @@ def entry_of(tunable: Tunable, data: Mapping[str, Any], path: Path) -> Entry | N
         return None
 
 
-def paths(gpu: str) -> list[Path]:
+def paths(gpu: str, shipped: Path = SHIPPED) -> list[Path]:
     """The files of a GPU that there are, in the order of reading."""
     user = os.environ.get(DIRECTORY_VARIABLE)
     if user:
         _warn_of(user)
-    directories = [SHIPPED, *([Path(user).expanduser()] if user else [])]
+    directories = [shipped, *([Path(user).expanduser()] if user else [])]
     return [path for d in directories if (path := d / f"{gpu}.json").exists()]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -20,17 +21,17 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 class IntStorage(Storage):
     """bits: 4 or 8; group_size: columns that share a scale, 0: all of them."""
 
+    method: ClassVar[str]
+    """Of quantisation, or the tool's name that wrote the checkpoint."""
+
     bits: int
     group_size: int
 
     @property
     def label(self) -> str:
         groups = f"in groups of {self.group_size}" if self.group_size else "with one scale a row"
-        return f"int{self.bits} {groups} ({self._name})"
-
-    @property
-    def _name(self) -> str:
-        raise NotImplementedError
+        order = ", columns sorted by group" if self._columns_are_scattered else ""
+        return f"int{self.bits} {groups} ({self.method}{order})"
 
     @property
     def per_word(self) -> int:
@@ -72,11 +73,8 @@ class AwqStorage(IntStorage):
     `X.qweight` int32 [columns, rows / 8], `X.qzeros` int32 [groups, rows / 8], `X.scales` [groups, rows].
     """
 
+    method = "AWQ"
     zero_point: bool = True
-
-    @property
-    def _name(self) -> str:
-        return "AWQ"
 
     def problem(self, rows: int, columns: int) -> str | None:
         if rows % self.per_word:
@@ -116,12 +114,9 @@ class GptqStorage(IntStorage):
             subtraction was of whole words, and so is the addition here: a zero point of 0 borrows from the next.
     """
 
+    method = "GPTQ"
     desc_act: bool = False
     zeros_less_one: bool = True
-
-    @property
-    def _name(self) -> str:
-        return "GPTQ, columns sorted by group" if self.desc_act else "GPTQ"
 
     @property
     def _columns_are_scattered(self) -> bool:
@@ -160,13 +155,10 @@ class PackedIntStorage(IntStorage):
     Integers are signed ones with 2 ** (bits - 1) added, zero points too.
     """
 
+    method = "compressed-tensors"
     symmetric: bool = True
     desc_act: bool = False
     one_scale: bool = False
-
-    @property
-    def _name(self) -> str:
-        return "compressed-tensors, columns sorted by group" if self.desc_act else "compressed-tensors"
 
     @property
     def _columns_are_scattered(self) -> bool:
@@ -200,12 +192,9 @@ class PlainIntStorage(IntStorage):
     `X.weight_zero_point` int8 of the same shape if it is not symmetric. `X.input_scale` may be there: activations are
     not quantised."""
 
+    method = "compressed-tensors"
     symmetric: bool = True
     one_scale: bool = False
-
-    @property
-    def _name(self) -> str:
-        return "compressed-tensors"
 
     def planes(self, rows: int, columns: int) -> dict[str, Plane]:
         groups, axis = self.groups(columns), self.by_group(1)

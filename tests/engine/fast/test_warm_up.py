@@ -2,10 +2,6 @@
 launched before.
 """
 
-import gc
-import weakref
-from contextlib import nullcontext
-
 import pytest
 import torch
 
@@ -16,7 +12,6 @@ if triton.knobs.runtime.interpret:
 from nanovllm import LLM
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.fast.warm_up import SMALL_BATCHES
-from nanovllm.engine.model_setup import garbage_collected_at_the_end
 from nanovllm.kernels import all_ops
 from nanovllm.tune.launches import RecordedLaunch, recorded
 from tests import tiny
@@ -95,38 +90,3 @@ def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
     caches = llm.engine.runner.caches
     assert all(not cache.k[:-1].any() and not cache.v[:-1].any() for cache in caches)
     assert (budget < 3) != bool(caches[0].k[-1].any())
-
-
-def full_collections():
-    return gc.get_stats()[2]["collections"]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_garbage_is_collected_once_after_a_start_and_not_within(fails):
-    before = full_collections()
-    cycle = weakref.WeakSet()
-    with pytest.raises(RuntimeError) if fails else nullcontext():
-        with garbage_collected_at_the_end():
-            for _ in range(200_000):  # enough for a hundred collections
-                held = Cycle()
-                cycle.add(held)
-            assert not gc.isenabled() and full_collections() == before and len(cycle) == 200_000
-            if fails:
-                raise RuntimeError
-    assert gc.isenabled() and full_collections() == before + 1 and len(cycle) <= 1  # held
-
-
-def test_a_start_leaves_a_collector_that_is_off_as_it_is():
-    gc.disable()
-    try:
-        before = full_collections()
-        with garbage_collected_at_the_end():
-            pass
-        assert not gc.isenabled() and full_collections() == before
-    finally:
-        gc.enable()
-
-
-class Cycle:
-    def __init__(self):
-        self.itself = self

@@ -10,23 +10,24 @@ import torch
 triton = pytest.importorskip("triton")
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op import config_files
-from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, document, entries
+from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, document, entries, in_force
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.rows.plans import RowPlan
 from nanovllm.tune.store import drop_changed
-from tests.kernels.config_files import CPU, GPU, KEY, entry, forget, rms_norm, write
+from tests.kernels.config_files import BF16, CPU, GPU, KEY, entry, forget, rms_norm, write
 
 if triton.knobs.runtime.interpret:
     pytest.skip("compares hashes of kernels, which are others in the interpreter", allow_module_level=True)
 
 
-def test_without_files_nothing_is_found(config_folders):
+def test_without_files_nothing_is_found_nor_asked_again(config_folder):
     assert rms_norm() is None
-    assert tunables.RMS_NORM._tables[CPU] == {}  # the next call asks no file
+    (config_folder / f"{GPU}.json").write_text("malformed")
+    assert rms_norm() is None  # the next call asks no file
 
 
-def test_a_file_is_read_once_and_for_its_keys_only(config_folders, monkeypatch):
-    path = write(config_folders[1], entry())
+def test_a_file_is_read_once_and_for_its_keys_only(config_folder, monkeypatch):
+    path = write(config_folder, entry())
     assert rms_norm() == rms_norm(rows=3) == RowPlan(2, 8)  # 3 rows are in the bucket of 4
     assert rms_norm(rows=5) is rms_norm(size=65) is rms_norm(dtype=torch.float16) is None
     path.unlink()
@@ -36,18 +37,20 @@ def test_a_file_is_read_once_and_for_its_keys_only(config_folders, monkeypatch):
     assert rms_norm() is None  # not a GPU
 
 
-def test_the_users_directory_takes_precedence_entry_by_entry(config_folders, monkeypatch):
-    shipped, user = config_folders
+def test_the_users_directory_takes_precedence_entry_by_entry(config_folder, tmp_path_factory, monkeypatch):
+    shipped = tmp_path_factory.mktemp("shipped")
+
+    def found():
+        return [in_force(tunables.RMS_NORM, GPU, shipped).get((rows, 64, BF16)) for rows in (4, 8)]
+
     other = {**KEY, "rows": 8}
     write(shipped, entry(config={"rows": 1, "warps": 1}), entry(key=other, config={"rows": 1, "warps": 2}))
-    write(user, entry(config={"rows": 4, "warps": 4}))
-    assert rms_norm() == RowPlan(4, 4) and rms_norm(rows=8) == RowPlan(1, 2)
+    write(config_folder, entry(config={"rows": 4, "warps": 4}))
+    assert found() == [RowPlan(4, 4), RowPlan(1, 2)]
     monkeypatch.delenv(DIRECTORY_VARIABLE)
-    forget()
-    assert rms_norm() == RowPlan(1, 1)
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(user / "absent"))
-    forget()
-    assert rms_norm() == RowPlan(1, 1)
+    assert found() == [RowPlan(1, 1), RowPlan(1, 2)]
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(config_folder / "absent"))
+    assert found() == [RowPlan(1, 1), RowPlan(1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -58,24 +61,23 @@ def test_the_users_directory_takes_precedence_entry_by_entry(config_folders, mon
         ({"versions": {}}, "measured with torch None, here"),
     ],
 )
-def test_a_stale_entry_is_not_used_and_said_once(config_folders, caplog, differ, reason):
-    path = write(config_folders[1], entry(**differ))
+def test_a_stale_entry_is_not_used_and_said_once(config_folder, caplog, monkeypatch, differ, reason):
+    path = write(config_folder, entry(**differ))
     with caplog.at_level(logging.INFO):
         assert rms_norm() is None and rms_norm(rows=2) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and reason in record.getMessage() and str(path) in record.getMessage()
     assert reason in entries(tunables.RMS_NORM, GPU)[0].stale
     # What was shipped for others is no reason to warn.
-    path.unlink()
-    write(config_folders[0], entry(**differ))
+    monkeypatch.delenv(DIRECTORY_VARIABLE)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        assert rms_norm() is None
+        assert in_force(tunables.RMS_NORM, GPU, shipped=config_folder) == {}
     assert [r.levelno for r in caplog.records] == [logging.INFO]
 
 
-def test_a_stale_entry_beside_a_good_one(config_folders):
-    write(config_folders[1], entry(), entry(config={"rows": 1, "warps": 1}, versions={"triton": "1.0"}))
+def test_a_stale_entry_beside_a_good_one(config_folder):
+    write(config_folder, entry(), entry(config={"rows": 1, "warps": 1}, versions={"triton": "1.0"}))
     assert rms_norm() == RowPlan(2, 8)
 
 
@@ -100,11 +102,11 @@ def test_a_stale_entry_beside_a_good_one(config_folders):
          r"config.plan: expected one of StreamPlan, TilePlan, not 'Plan'"),
     ],
 )  # fmt: skip
-def test_a_malformed_entry_is_an_error_that_names_file_and_field(config_folders, found, said):
-    path = write(config_folders[1], found)
+def test_a_malformed_entry_is_an_error_that_names_file_and_field(config_folder, found, said):
+    path = write(config_folder, found)
     tunable = tunables.ALL[found["tunable"]] if isinstance(found, dict) else tunables.RMS_NORM
     with pytest.raises(ValueError, match=said) as e:
-        tunable._read(CPU)
+        tunable.find(CPU)
     assert str(e.value).startswith(str(path)) and "nanovllm tune" in str(e.value)
 
 
@@ -121,18 +123,18 @@ def test_a_malformed_entry_is_an_error_that_names_file_and_field(config_folders,
         ('{"schema": 1, "gpu": "nvidia-test-9"}', "entries: expected a list, not None"),
     ],
 )  # fmt: skip
-def test_a_malformed_file_is_an_error_that_names_it(config_folders, text, said):
-    path = config_folders[0] / f"{GPU}.json"
+def test_a_malformed_file_is_an_error_that_names_it(config_folder, text, said):
+    path = config_folder / f"{GPU}.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=said) as e:
         rms_norm()
     assert str(path) in str(e.value)
 
 
-def test_what_a_kernel_refuses_is_malformed_too(config_folders):
+def test_what_a_kernel_refuses_is_malformed_too(config_folder):
     key = {"m": 64, "n": 8, "k": 64, "dtype": "bfloat16", "gated": False, "tma": False}
     stream = {"plan": "StreamPlan", "tokens": 16, "rows": 64, "block_k": 64, "splits": 1, "warps": 4, "stages": 2}
-    write(config_folders[1], entry(tunables.PRODUCT, key, stream))
+    write(config_folder, entry(tunables.PRODUCT, key, stream))
     with pytest.raises(ValueError, match="tokens: fewer than m = 64"):
         tunables.PRODUCT.find(CPU, *key.values())
 

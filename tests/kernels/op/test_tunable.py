@@ -68,7 +68,7 @@ def test_rounding_twice_is_rounding_once():
     assert {tunables.ATTENTION_PREFILL.rounded["few_rows"](n) for n in range(65)} == {0, 16, 32, 64}
 
 
-def test_using_is_for_its_block_and_its_key(config_folders):
+def test_using_is_for_its_block_and_its_key(config_folder):
     key = 4, 64, BF16
     with tunables.RMS_NORM.using(CPU, key, RowPlan(4, 4)) as asked:
         assert rms_norm() == RowPlan(4, 4) and rms_norm(size=128) is None

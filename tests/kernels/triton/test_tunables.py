@@ -269,14 +269,14 @@ CALLS = [
 
 
 @pytest.mark.parametrize("tunable, call, config, expected", CALLS, ids=lambda v: getattr(v, "name", ""))
-def test_a_tuned_configuration_reaches_the_launched_kernel(config_folders, tunable, call, config, expected):
+def test_a_tuned_configuration_reaches_the_launched_kernel(config_folder, tunable, call, config, expected):
     """And without its file the launch is as before."""
     before = launched(call)
     with tunable.using(CPU, (), None) as asked:
         launched(call)
     key = asked[0]
     tuned = entry(tunable, tunable.key_to_json(key), config)
-    write(config_folders[1], tuned)
+    write(config_folder, tuned)
     after = launched(call)
 
     def constants(launch):
@@ -285,12 +285,12 @@ def test_a_tuned_configuration_reaches_the_launched_kernel(config_folders, tunab
     assert constants(after) | expected == constants(after)
     assert any(constants(before).get(name) != value for name, value in expected.items())
     # An entry for other versions changes nothing.
-    write(config_folders[1], tuned | {"versions": {}})
+    write(config_folder, tuned | {"versions": {}})
     again = launched(call)
     assert again.kernel is before.kernel and constants(again) == constants(before)
 
 
-def test_products_that_cannot_be_configured_do_not_ask(config_folders):
+def test_products_that_cannot_be_configured_do_not_ask(config_folder):
     with tunables.PRODUCT.using(CPU, (), None) as asked:
         launched(lambda: op("linear_bias_act")(*tensors((4, 64), (96, 64), dtype=torch.float32)))
         launched(lambda: op("linear_bias_act")(torch.empty(4, 64, dtype=BF16), torch.empty(64, 96, dtype=BF16).T))
