@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from nanovllm.kernels import Kernels, resolve_kernels
+from nanovllm.layers.fused_product import FusedProduct
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.residual_stream import ResidualStream
@@ -39,7 +40,7 @@ class GatedMLP(nn.Module):
         self._activate_and_mul = _activation(activation, kernels)
         # The fused ops have no bias and no other activation.
         fused = None if bias or activation != "silu" else kernels
-        self._linear_silu_and_mul = FusedOp("linear_silu_and_mul", fused)
+        self._linear_silu_and_mul = FusedProduct("silu_and_mul", fused)
         self._add_rms_norm_gate_up = FusedOp("add_rms_norm_gate_up", fused)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch.nn as nn
 
 from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
+from nanovllm.layers.fused_product import FusedProduct
 from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.packed_weight import StoredMatrix, Weight, new_weight, product
 from nanovllm.layers.residual_stream import ResidualStream
@@ -197,7 +198,7 @@ class RowParallelLinear(ShardedParameters):
         self.group = current_group()
         self._linear = FusedOp("linear", kernels)
         # A norm needs the sum over the group.
-        self._linear_add_rms_norm = FusedOp("linear_add_rms_norm", kernels if self.group.size == 1 else None)
+        self._linear_add_rms_norm = FusedProduct("add_rms_norm", kernels if self.group.size == 1 else None)
         self._sum = GroupSum(self.group, kernels)
         self.full_in = in_features
         self.weight: Weight = new_weight(out_features, self.group.divide(in_features, "input features"))

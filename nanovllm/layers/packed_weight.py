@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -39,6 +39,15 @@ def new_weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, device=device), requires_grad=False)
 
 
+class StoredOperands(NamedTuple):
+    """A matrix as ops take it that know all forms of storage, such as `linear_packed_silu_and_mul`."""
+
+    storage: str
+    weight: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
 class StoredMatrix(ABC):
     """A matrix [rows, columns] in some form of storage.
 
@@ -65,6 +74,10 @@ class StoredMatrix(ABC):
     @abstractmethod
     def operands(self) -> tuple[Any, ...]:
         """What the op takes between x and the bias."""
+
+    def stored_operands(self) -> StoredOperands | None:
+        """What ops take that know all forms of storage; None: they do not know this one."""
+        return None
 
     @abstractmethod
     def stored(self) -> torch.Tensor:
@@ -164,6 +177,17 @@ class PackedWeight(nn.Module):
             (weight,) = operands
             return product(op, x, weight, bias)
         return op(x, *operands, bias)
+
+    def stored_operands(self, x: torch.Tensor) -> StoredOperands | None:
+        """Of its matrix, for an op of x that knows all forms of storage. None: there are several matrices, its columns
+        are permuted, x is to be quantised, or ops do not know its form.
+        """
+        matrix, quantising = self.matrices[0], self._quantising[0]
+        if len(self.matrices) > 1 or matrix.permutation is not None:
+            return None
+        if quantising.used and quantising.takes_call(x, *matrix.operands()):
+            return None
+        return matrix.stored_operands()
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows that int64 [n] names, dequantised: [n, columns], of `dtype`."""

@@ -11,7 +11,7 @@ import torch
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, dequantise_gguf, gguf_planes
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
-from nanovllm.layers.packed_weight import StoredMatrix
+from nanovllm.layers.packed_weight import StoredMatrix, StoredOperands
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,9 @@ class Fp8Matrix(StoredMatrix):
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.scale
+
+    def stored_operands(self) -> StoredOperands:
+        return StoredOperands("fp8", self.weight, self.scale)
 
     def stored(self) -> torch.Tensor:
         return dequantise_fp8(self.weight, self.scale)
@@ -162,6 +165,9 @@ class IntMatrix(StoredMatrix):
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.scale, self.zero
 
+    def stored_operands(self) -> StoredOperands:
+        return StoredOperands(f"int{self.bits}", self.weight, self.scale, self.zero)
+
     def values(self) -> torch.Tensor:
         """q, uint8 [rows, columns]."""
         return unpack_int4(self.weight) if self.bits == 4 else self.weight
@@ -241,6 +247,9 @@ class GGUFMatrix(StoredMatrix):
 
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.kind
+
+    def stored_operands(self) -> StoredOperands:
+        return StoredOperands(self.kind, self.weight)
 
     def stored(self) -> torch.Tensor:
         return dequantise_gguf(self.weight, self.kind, self.size)

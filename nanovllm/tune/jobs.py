@@ -45,7 +45,17 @@ TUNABLES: Mapping[str, tuple[Tunable, ...]] = {
     "linear_add_rms_norm": (t.HOPPER_PRODUCT,),
     "add_rms_norm_linear": (t.SMALL_PRODUCT,),
     "add_rms_norm_gate_up": (t.SMALL_PRODUCT,),
-    **dict.fromkeys(("linear_fp8", "linear_gguf", "linear_int4", "linear_int8"), (t.PACKED_PRODUCT,)),
+    **dict.fromkeys(
+        (
+            "linear_fp8",
+            "linear_gguf",
+            "linear_int4",
+            "linear_int8",
+            "linear_packed_add_rms_norm",
+            "linear_packed_silu_and_mul",
+        ),
+        (t.PACKED_PRODUCT,),
+    ),
     "attention_decode": _DECODE,
     "qk_norm_rope_attention": _DECODE,
     "attention_prefill": (t.ATTENTION_PREFILL_HOPPER, t.ATTENTION_PREFILL),

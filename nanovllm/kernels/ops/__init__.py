@@ -13,6 +13,7 @@ from nanovllm.kernels.ops.linear_fp8 import linear_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import linear_fp8_dynamic
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
+from nanovllm.kernels.ops.linear_packed import linear_packed_add_rms_norm, linear_packed_silu_and_mul
 from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.ops.moe_experts import moe_experts
 from nanovllm.kernels.ops.moe_experts_fp8 import moe_experts_fp8
@@ -50,6 +51,8 @@ __all__ = [
     "linear_gguf",
     "linear_int4",
     "linear_int8",
+    "linear_packed_add_rms_norm",
+    "linear_packed_silu_and_mul",
     "linear_silu_and_mul",
     "moe_experts",
     "moe_experts_fp8",

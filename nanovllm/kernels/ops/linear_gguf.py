@@ -21,7 +21,7 @@ _SPREAD = {
 """The standard deviation of a random weight of each type over its scale d."""
 
 
-def _inputs(t, tokens, outputs, size, type_id=12, stored=0):
+def make_inputs(t, tokens, outputs, size, type_id=12, stored=0):
     """type_id: a number of GGUF's, 2 (Q4_0), 3, 6, 7, 8 (Q8_0), 12 (Q4_K), 13 or 14 (Q6_K); stored: not as planes."""
     of = GGUF_TYPES[_NAMES[type_id]]
     blocks = t.integers(0, 256, outputs, size // of.block_size, of.block_bytes, dtype=torch.uint8)
@@ -58,7 +58,7 @@ def _cost(x, weight, kind, bias=None):
 @op(
     arguments={"x": "[..., size]", "weight": "uint8[outputs, row_bytes]", "bias": "[outputs]"},
     inputs=Inputs(
-        _inputs,
+        make_inputs,
         needs=_needs,
         small=[
             (1, 37, 1024), (1, 9, 96, 2), (2, 24, 1280, 12, 1), (5, 40, 160, 3), (0, 8, 256), (9, 48, 512, 14),

@@ -53,7 +53,7 @@ def _wide(x: torch.Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _affine(t, tokens, outputs, size, group, bits):
+def affine_inputs(t, tokens, outputs, size, group, bits):
     """Weights that keep the variance of what they are applied to, as trained ones about do."""
     columns = size * bits // 8
     scale_dtype = torch.float32 if t.dtype == torch.float64 else t.dtype  # checkpoints have no scales of 64 bits
@@ -70,11 +70,11 @@ def _affine(t, tokens, outputs, size, group, bits):
 
 
 def _inputs_int4(t, tokens, outputs, size, group=128):
-    return _affine(t, tokens, outputs, size, group, 4)
+    return affine_inputs(t, tokens, outputs, size, group, 4)
 
 
 def _inputs_int8(t, tokens, outputs, size, group=128):
-    return _affine(t, tokens, outputs, size, group, 8)
+    return affine_inputs(t, tokens, outputs, size, group, 8)
 
 
 def _needs(numbers):

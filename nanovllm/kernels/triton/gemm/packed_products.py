@@ -1,4 +1,4 @@
-"""The ops `linear_fp8`, `linear_int4`, `linear_int8` and `linear_gguf`.
+"""The ops `linear_fp8`, `linear_int4`, `linear_int8` and `linear_gguf`, and those that combine them with what follows.
 
 Up to `MAX_TOKENS` tokens of 16 bits run one kernel that decodes the weight in registers (`packed_kernels`), and adds
 sums in a second one if programs share columns. Otherwise the weight is dequantised and the library multiplies. So are
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,10 +18,11 @@ import triton.language as tl
 from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf, dequantise_gguf
 from nanovllm.kernels.ops.linear_fp8 import block_shape
 from nanovllm.kernels.ops.linear_int4 import group_size
+from nanovllm.kernels.ops.linear_packed import check_storage
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_dequantise import dequantised
-from nanovllm.kernels.triton.gemm.packed_kernels import group_kernel, part_kernel
+from nanovllm.kernels.triton.gemm.packed_kernels import add_gated_splits, group_kernel, part_kernel
 from nanovllm.kernels.triton.gemm.packed_plan import (
     MAX_TOKENS,
     PackedPlan,
@@ -31,13 +32,26 @@ from nanovllm.kernels.triton.gemm.packed_plan import (
     tokens_of_a_program,
 )
 from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
+from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
+from nanovllm.kernels.triton.rows.activation import silu_and_mul
+from nanovllm.kernels.triton.rows.norm import add_rms_norm
 
 _ALL = 1 << 30
 """Rows or words that share a scale, where all do."""
 GROUP_COLUMNS = 128
 """Of a tile of `group_kernel`, to all of which a scale belongs."""
+_FINISHED = 256
+"""Outputs of a program of `add_gated_splits`."""
 _SIXTEEN = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+Form = Literal["product", "gated", "sums"]
+"""What a product is wanted as. "product": x W^T + b. "gated": silu(gate) * up, where W has the rows of the gate, then
+those of the up projection. "sums": float32 [splits, num_tokens, outputs] without bias, which another kernel adds.
+"""
+Formed = tuple[torch.Tensor, bool]
+"""(result, whether it has the form that was wanted); if not it is the product [..., outputs]."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +62,12 @@ class _Call:
     weight: torch.Tensor  # int16 [num_rows, words]
     bias: torch.Tensor | None
     dtype: torch.dtype
+    form: Form
     num_tokens: int
     tokens: int  # of a program
 
 
-def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None) -> _Call | None:
+def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None, form: Form) -> _Call | None:
     """The operands of a kernel of few tokens for weight uint8 [num_rows, bytes]; None: it does not take them."""
     size, per = x.shape[-1], 16 // bits
     if x.dtype not in _SIXTEEN or not size or size % 32 or weight.shape[0] < 1:
@@ -67,16 +82,16 @@ def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | 
         x = x.clone(memory_format=torch.contiguous_format)
     tokens = tokens_of_a_program(num_tokens, _shared_operands(x.device))
     words = x.reshape(num_tokens, size).view(torch.int64 if per == 4 else torch.int32)
-    return _Call(words, weight.view(torch.int16), adjacent(bias), x.dtype, num_tokens, tokens)
+    return _Call(words, weight.view(torch.int16), adjacent(bias), x.dtype, form, num_tokens, tokens)
 
 
 def _launch(
     kernel: Any, call: _Call, storage: str, bits: int, tensors: tuple[Any, ...], numbers: tuple[int, ...],
-    plan: PackedPlan | None = None, **constants: Any,
-) -> torch.Tensor:  # fmt: skip
-    """[num_tokens, num_rows]"""
+    shape: torch.Size, plan: PackedPlan | None = None, **constants: Any,
+) -> Formed:  # fmt: skip
+    """shape: of x."""
     x, weight, num_tokens, tokens = call.x, call.weight, call.num_tokens, call.tokens
-    num_rows, words, parts = weight.shape[0], x.shape[1], kernel is part_kernel
+    num_rows, words, parts, gated = weight.shape[0], x.shape[1], kernel is part_kernel, call.form == "gated"
     if plan is None:
         size, rounded = words * 16 // bits, tunables.packed_tokens(num_tokens)
         key = rounded, num_rows, size, call.dtype, storage, bits, parts
@@ -87,18 +102,26 @@ def _launch(
     blocks = cdiv(words, block)
     split_blocks = cdiv(blocks, min(plan.splits, blocks))
     splits = cdiv(blocks, split_blocks)
-    y = torch.empty((num_tokens, num_rows), dtype=call.dtype, device=x.device)
-    target = torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device) if splits > 1 else y
+    y = torch.empty((*shape[:-1], num_rows // (1 + gated)), dtype=call.dtype, device=x.device)
+    target = y if splits == 1 else torch.empty((splits, num_tokens, num_rows), dtype=torch.float32, device=x.device)
     pdl = has_dependent_launch(x.device)
     kernel[cdiv(num_rows, plan.rows), splits, cdiv(num_tokens, tokens)](
         x, weight, *tensors, call.bias, target, num_tokens, num_rows, words, split_blocks * block, x.stride(0),
         weight.stride(0), *numbers, DTYPE=_SIXTEEN[call.dtype], BITS=bits, TOKENS=tokens, ROWS=plan.rows, BLOCK=block,
-        SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, PDL=pdl,
+        SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, GATED=gated, PDL=pdl,
         num_warps=plan.warps, launch_pdl=pdl, **constants,
     )  # fmt: skip
-    if splits > 1:
-        finish_splits(target, call.bias, y, "none", False, pdl)
-    return y
+    if splits == 1:
+        return y, call.form != "sums"
+    if call.form == "sums":
+        return target, True
+    if gated:
+        add_gated_splits[(cdiv(y.numel(), _FINISHED),)](
+            target, y, y.numel(), splits, _FINISHED, pdl, num_warps=_FINISHED // 64, launch_pdl=pdl
+        )
+    else:
+        finish_splits(target, call.bias, y.view(num_tokens, num_rows), "none", False, pdl)
+    return y, True
 
 
 @functools.cache
@@ -114,104 +137,168 @@ def _check(x: torch.Tensor, size: int, bias: torch.Tensor | None) -> None:
         raise ValueError(f"bias: expected {x.dtype}, as x, not {bias.dtype}")
 
 
-def linear_fp8(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None,
-    plan: PackedPlan | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The op `linear_fp8`. plan: in place of the one that is made or was measured."""
-    outputs, size = weight.shape
+def _linear_fp8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, plan: PackedPlan | None,
+    form: Form = "product",
+) -> Formed:  # fmt: skip
+    size = weight.shape[1]
     _check(x, size, bias)
     height, width = block_shape(weight, scale)
     scale, codes = adjacent(scale), adjacent(weight).view(torch.uint8)
     scale_rows = _ALL if scale.shape[0] == 1 else height
-    call = _few(x, codes, 8, bias)
+    call = _few(x, codes, 8, bias, form)
     if call is not None:
         scale_words = _ALL if scale.shape[1] == 1 else width // 2
-        y = _launch(
-            group_kernel, call, "fp8", 8, (scale, None), (scale.stride(0),), plan, FLOATS=True,
+        return _launch(
+            group_kernel, call, "fp8", 8, (scale, None), (scale.stride(0),), x.shape, plan, FLOATS=True,
             SCALE_ROWS=scale_rows, SCALE_WORDS=scale_words,
         )  # fmt: skip
-        return y.view(*x.shape[:-1], outputs)
     columns = _ALL if scale.shape[1] == 1 else width
     w = dequantised(codes, size, x.dtype, scale, bits=8, floats=True, d_rows=scale_rows, d_columns=columns)
-    return F.linear(x, w, bias)
+    return F.linear(x, w, bias), form == "product"
 
 
-def linear_int4(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, plan: PackedPlan | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The op `linear_int4`. plan: in place of the one that is made or was measured."""
-    return _affine(x, weight, scale, zero, bias, 4, plan)
-
-
-def linear_int8(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None, plan: PackedPlan | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The op `linear_int8`. plan: in place of the one that is made or was measured."""
-    return _affine(x, weight, scale, zero, bias, 8, plan)
-
-
-def _affine(
+def _linear_int(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bias: torch.Tensor | None,
-    bits: int, plan: PackedPlan | None,
-) -> torch.Tensor:  # fmt: skip
-    outputs, size, per = weight.shape[0], weight.shape[1] * 8 // bits, 16 // bits
+    bits: int, plan: PackedPlan | None, form: Form = "product",
+) -> Formed:  # fmt: skip
+    size, per = weight.shape[1] * 8 // bits, 16 // bits
     _check(x, size, bias)
     group = group_size(size, scale)
     weight, scale = adjacent(weight), adjacent(scale)
     if zero is not None and zero.stride() != scale.stride():
         scale, zero = scale.contiguous(), zero.contiguous()  # kernels read both at the same places
-    call = _few(x, weight, bits, bias)
+    call = _few(x, weight, bits, bias, form)
     if call is not None and (group % GROUP_COLUMNS == 0 or group == size):
-        y = _launch(
-            group_kernel, call, f"int{bits}", bits, (scale, zero), (scale.stride(0),), plan,
+        return _launch(
+            group_kernel, call, f"int{bits}", bits, (scale, zero), (scale.stride(0),), x.shape, plan,
             FLOATS=False, SCALE_ROWS=1, SCALE_WORDS=_ALL if group == size else group // per,
         )  # fmt: skip
-        return y.view(*x.shape[:-1], outputs)
     if call is not None and group in (16, 32, 64):
         strides = scale.stride(0), 0, scale.stride(0)
-        y = _launch(
-            part_kernel, call, f"int{bits}", bits, (scale, None, None, None, zero), strides,
+        return _launch(
+            part_kernel, call, f"int{bits}", bits, (scale, None, None, None, zero), strides, x.shape,
             plan, ZERO=2 ** (bits - 1), PART_WORDS=group // per, BLOCK_PARTS=1,
         )  # fmt: skip
-        return y.view(*x.shape[:-1], outputs)
     z = 2 ** (bits - 1) if zero is None else zero
-    return F.linear(x, dequantised(weight, size, x.dtype, scale, bits=bits, zero=z, d_columns=group, part=group), bias)
+    w = dequantised(weight, size, x.dtype, scale, bits=bits, zero=z, d_columns=group, part=group)
+    return F.linear(x, w, bias), form == "product"
 
 
-def linear_gguf(
-    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None, plan: PackedPlan | None = None
-) -> torch.Tensor:
-    """The op `linear_gguf`. Blocks as stored are dequantised by the reference. plan: as of `linear_fp8`."""
+def _linear_gguf(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None, plan: PackedPlan | None,
+    form: Form = "product",
+) -> Formed:  # fmt: skip
     size = x.shape[-1]
     _check(x, size, bias)
     of, planes = check_gguf(weight, kind, size)
     weight = adjacent(weight)
     if not planes:
-        return F.linear(x, dequantise_gguf(weight, kind, size).to(x.dtype), bias)
+        return F.linear(x, dequantise_gguf(weight, kind, size).to(x.dtype), bias), form == "product"
     codes = of.plane(weight, "q", size).flatten(1)
     d, m = (_halves(of, weight, name, size) for name in ("d", "m"))
     assert d is not None
     sc, mn = (of.plane(weight, name, size).flatten(1) if name in of.planes else None for name in ("sc", "mn"))
     if sc is not None and of.part == 16:  # Q6_K's are signed
         sc = sc.view(torch.int8)
-    call = _few(x, codes, of.bits, bias)
+    call = _few(x, codes, of.bits, bias, form)
     if call is not None:
         per = 16 // of.bits
         strides = d.stride(0), 0 if sc is None else sc.stride(0), 0
-        y = _launch(
-            part_kernel, call, of.name, of.bits, (d, m, sc, mn, None), strides, plan,
+        return _launch(
+            part_kernel, call, of.name, of.bits, (d, m, sc, mn, None), strides, x.shape, plan,
             ZERO=of.zero, PART_WORDS=of.part // per, BLOCK_PARTS=1 if sc is None else of.block_size // of.part,
         )  # fmt: skip
-        return y.view(*x.shape[:-1], weight.shape[0])
     w = dequantised(
         codes, size, x.dtype, d, bits=of.bits, zero=of.zero, d_columns=of.block_size, part=of.part, m=m, sc=sc, mn=mn
     )
-    return F.linear(x, w, bias)
+    return F.linear(x, w, bias), form == "product"
 
 
 def _halves(of: GGUFType, weight: torch.Tensor, name: str, size: int) -> torch.Tensor | None:
     """A plane of float16 numbers, if rows have it: [outputs, blocks], a view."""
     return of.plane(weight, name, size).flatten(1).view(torch.float16) if name in of.planes else None
+
+
+# ---- the ops. plan: in place of the one that is made or was measured.
+
+
+def linear_fp8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None,
+    plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_fp8`."""
+    return _linear_fp8(x, weight, scale, bias, plan)[0]
+
+
+def linear_int4(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_int4`."""
+    return _linear_int(x, weight, scale, zero, bias, 4, plan)[0]
+
+
+def linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_int8`."""
+    return _linear_int(x, weight, scale, zero, bias, 8, plan)[0]
+
+
+def linear_gguf(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None, plan: PackedPlan | None = None
+) -> torch.Tensor:
+    """The op `linear_gguf`. Blocks as stored are dequantised by the reference."""
+    return _linear_gguf(x, weight, kind, bias, plan)[0]
+
+
+def _formed(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    bias: torch.Tensor | None, plan: PackedPlan | None, form: Form,
+) -> Formed:  # fmt: skip
+    check_storage(storage, scale)
+    if scale is None:
+        return _linear_gguf(x, weight, storage, bias, plan, form)
+    if storage == "fp8":
+        return _linear_fp8(x, weight, scale, bias, plan, form)
+    return _linear_int(x, weight, scale, zero, bias, 4 if storage == "int4" else 8, plan, form)
+
+
+def linear_packed_silu_and_mul(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_packed_silu_and_mul`."""
+    y, gated = _formed(x, storage, weight, scale, zero, None, plan, "gated")
+    return y if gated else silu_and_mul(y)
+
+
+def linear_packed_add_rms_norm(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None,
+    plan: PackedPlan | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The op `linear_packed_add_rms_norm`: where programs share columns, one kernel adds their sums and norms."""
+    form: Form = "sums" if norms_sums(x.device) else "product"
+    y, formed = _formed(x, storage, weight, scale, zero, bias, plan, form)
+    if form == "sums" and formed:
+        return sum_add_rms_norm(y, bias, residual, norm_weight, eps)
+    return add_rms_norm(y, residual, norm_weight, eps, fresh=True)
+
+
+def norms_sums(device: torch.device) -> bool:
+    """Whether `sum_add_rms_norm` runs on a device: it has instructions for dependent launch."""
+    return has_dependent_launch(device)
+
+
+# `num_tokens` of the providers: with other numbers of tokens, layers call the separate ops.
+
+
+def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
+    return range(1, MAX_TOKENS + 1)
+
+
+def num_tokens_linear_packed_add_rms_norm(weight: torch.Tensor) -> range:
+    return range(1, MAX_TOKENS + 1 if norms_sums(weight.device) else 1)

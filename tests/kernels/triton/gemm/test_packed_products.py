@@ -7,8 +7,10 @@ triton = pytest.importorskip("triton")
 
 from nanovllm.kernels.ops import linear_fp8, linear_gguf, linear_int4, linear_int8
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, gguf_planes
-from nanovllm.kernels.triton.gemm import packed_products
+from nanovllm.kernels.triton.gemm import packed_products, sum_norm
 from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS, PackedPlan, plan_packed_product
+from nanovllm.kernels.triton.rows.activation import silu_and_mul
+from nanovllm.kernels.triton.rows.norm import add_rms_norm
 from tests.kernels.triton.common import DEVICE, randn, strided
 
 pytestmark = [pytest.mark.triton, pytest.mark.usefixtures("poison")]
@@ -189,6 +191,96 @@ def test_weights_that_are_parts_of_others(launched):
     for rows in (slice(4, 20), slice(0, 24, 2)):
         check(linear_int4, x.dtype, x=x, weight=weight[rows], scale=scale[rows], zero=zero[rows].contiguous())
     assert launched == ["part_kernel"] * 2
+
+
+# ---- with SiLU, or the residual addition and a norm
+
+
+@pytest.fixture
+def sums_are_normed(monkeypatch):
+    """As on GPUs with dependent launch, whose instructions the interpreter does not know."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(packed_products, "norms_sums", lambda device: True)
+        for name in ("gdc_wait", "gdc_launch_dependents"):
+            monkeypatch.setattr(sum_norm, name, lambda: None)
+
+
+FORMS = {
+    "fp8 blocks": lambda rows, size: (
+        "fp8", floats(rows, size), scales(-(-rows // 128), -(-size // 128)).float(), None,
+    ),
+    "fp8 rows": lambda rows, size: ("fp8", floats(rows, size), scales(rows, 1).float(), None),
+    "fp8 tensor": lambda rows, size: ("fp8", floats(rows, size), torch.full((1, 1), 0.01, device=DEVICE), None),
+    "int4 128": lambda rows, size: ("int4", integers(256, rows, size // 2), scales(rows, size // 128), None),
+    "int4 32 zero": lambda rows, size: (
+        "int4", integers(256, rows, size // 2), scales(rows, size // 32), integers(16, rows, size // 32, seed=5),
+    ),
+    "int4 odd group": lambda rows, size: ("int4", integers(256, rows, size // 2), scales(rows, 4), None),
+    "int8 128 zero": lambda rows, size: (
+        "int8", integers(256, rows, size), scales(rows, size // 128), integers(256, rows, size // 128, seed=5),
+    ),
+    **{
+        name: lambda rows, size, name=name: (*gguf_planes(packed_rows(name, rows, size), name)[::-1], None, None)
+        for name in ("Q4_K", "Q6_K", "Q8_0")
+    },
+    "Q4_K as stored": lambda rows, size: ("Q4_K", packed_rows("Q4_K", rows, size), None, None),
+}  # fmt: skip
+"""storage, weight, scale, zero."""
+
+
+def product_of(x, storage, weight, scale, zero, plan):
+    if scale is None:
+        return packed_products.linear_gguf(x, weight, storage, plan=plan)
+    fn = getattr(packed_products, f"linear_{storage}")
+    return fn(x, weight, scale, plan=plan) if storage == "fp8" else fn(x, weight, scale, zero, plan=plan)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "dtype, tokens, outputs, plan",
+    [
+        (torch.bfloat16, 3, 37, PackedPlan(32, 2, 3, 1)),
+        (torch.float16, 17, 21, PackedPlan(16, 1, 2, 2)),
+    ],
+)
+def test_ops_that_combine_others_round_as_these_do(form, dtype, tokens, outputs, plan, sums_are_normed):
+    size = 480 if form == "int4 odd group" else 512
+    x = randn(tokens, size, dtype=dtype, scale=0.02)
+    given = FORMS[form](2 * outputs, size)
+    got = packed_products.linear_packed_silu_and_mul(x, *given, plan=plan)
+    close(got, silu_and_mul(product_of(x, *given, plan)).double(), dtype)
+    given = FORMS[form](outputs, size)
+    residual, norm = randn(tokens, outputs, dtype=dtype, seed=1), randn(outputs, dtype=dtype, seed=2)
+    kept = residual.clone()
+    got = packed_products.linear_packed_add_rms_norm(x, *given, residual, norm, 1e-6, plan=plan)
+    want = add_rms_norm(product_of(x, *given, plan), residual, norm, 1e-6, fresh=True)
+    for a, b in zip(got, want, strict=True):
+        close(a, b.double(), dtype)
+    assert torch.equal(residual, kept)
+
+
+def test_sums_are_added_by_the_kernel_that_norms(launched, monkeypatch, sums_are_normed):
+    """With a bias too; unsplit, and where sums are not normed, a norm runs by itself."""
+    x, bias = randn(2, 3, 512, dtype=torch.bfloat16), randn(24, dtype=torch.bfloat16, seed=1)
+    given, residual = FORMS["int4 128"](24, 512), randn(2, 3, 24, dtype=x.dtype, seed=2)
+    norm, finished = randn(24, dtype=x.dtype, seed=3), []
+    finish = packed_products.sum_add_rms_norm
+    monkeypatch.setattr(packed_products, "sum_add_rms_norm", lambda p, *a: finished.append(len(p)) or finish(p, *a))
+    storage, weight, scale, _ = given
+    want = linear_int4.native(x.double(), weight, scale.double(), None, bias.double()) + residual.double()
+    for splits, normed in ((2, [2]), (1, [])):
+        plan = PackedPlan(16, 1, 2, splits)
+        got, total = packed_products.linear_packed_add_rms_norm(x, *given, residual, norm, 1e-6, bias, plan=plan)
+        close(total, want, x.dtype)
+        close(got, torch.nn.functional.rms_norm(want, (24,), norm.double(), 1e-6), x.dtype)
+        assert finished == normed
+        finished.clear()
+    monkeypatch.setattr(packed_products, "norms_sums", lambda device: False)
+    again = packed_products.linear_packed_add_rms_norm(
+        x, *given, residual, norm, 1e-6, bias, plan=PackedPlan(16, 1, 2, 2)
+    )
+    close(again[1], want, x.dtype)
+    assert not finished and launched == ["group_kernel"] * 3
 
 
 # ---- numbers
