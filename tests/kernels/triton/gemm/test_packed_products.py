@@ -235,15 +235,23 @@ def product_of(x, storage, weight, scale, zero, plan):
     return fn(x, weight, scale, plan=plan) if storage == "fp8" else fn(x, weight, scale, zero, plan=plan)
 
 
-@pytest.mark.parametrize("form", FORMS)
+QUICK = {
+    (torch.bfloat16, 1): ("fp8 blocks", "int4 32 zero", "int4 odd group", "Q6_K"),
+    (torch.float16, 2): ("fp8 tensor", "int4 128", "Q4_K"),
+}
+"""(dtype, splits): the forms that are not `slow`."""
+
+
 @pytest.mark.parametrize(
-    "dtype, tokens, outputs, plan",
+    "dtype, splits, form",
     [
-        (torch.bfloat16, 3, 37, PackedPlan(32, 2, 3, 1)),
-        (torch.float16, 17, 21, PackedPlan(16, 1, 2, 2)),
+        pytest.param(dtype, splits, form, marks=() if form in quick else pytest.mark.slow)
+        for (dtype, splits), quick in QUICK.items()
+        for form in FORMS
     ],
 )
-def test_ops_that_combine_others_round_as_these_do(form, dtype, tokens, outputs, plan, sums_are_normed):
+def test_ops_that_combine_others_round_as_these_do(dtype, splits, form, sums_are_normed):
+    tokens, outputs, plan = (3, 37, PackedPlan(32, 2, 3, 1)) if splits == 1 else (17, 21, PackedPlan(16, 1, 2, splits))
     size = 480 if form == "int4 odd group" else 512
     x = randn(tokens, size, dtype=dtype, scale=0.02)
     given = FORMS[form](2 * outputs, size)
