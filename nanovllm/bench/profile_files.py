@@ -36,9 +36,10 @@ def make_profile(
         as_run = _run_pass(launch, job, Path(scratch) / "as-run.json", other)
         passes = [as_run]
         if not as_run[0]["eager"]:
-            # Without graphs the engine would by itself piggyback no prompts.
-            options = {**job.options, "enforce_eager": True, "ride_prompts": as_run[0]["rides"]}
-            eager = dataclasses.replace(job, options=options)
+            # Without graphs the engine would by itself piggyback and pad no prompts: the kernels would be others.
+            first = as_run[0]
+            same = {"ride_prompts": first["rides"], "capture_prefill": first["pads_prompts"]}
+            eager = dataclasses.replace(job, options={**job.options, "enforce_eager": True, **same})
             passes.append(_run_pass(launch, eager, Path(scratch) / "eager.json", other))
         labels = ["as it runs", "without graphs"] if len(passes) == 2 else None
         write_trace(merge([trace for _, trace in passes], labels) if labels else as_run[1], folder / TRACE)

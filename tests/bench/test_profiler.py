@@ -116,8 +116,8 @@ def test_nothing_is_piggybacked_when_requests_arrive_over_time(tmp_path):
     assert [s.kind for s in steps] == ["prefill"] + ["decode"] * 6
 
 
-@pytest.mark.parametrize("rides", [False, True])
-def test_the_pass_without_graphs_piggybacks_as_the_one_with_them(rides, tmp_path):
+@pytest.mark.parametrize("rides, pads", [(False, False), (False, True), (True, False)])
+def test_the_pass_without_graphs_piggybacks_and_pads_as_the_one_with_them(rides, pads, tmp_path):
     class Enough(Exception):
         pass
 
@@ -126,7 +126,7 @@ def test_the_pass_without_graphs_piggybacks_as_the_one_with_them(rides, tmp_path
         if job.options.get("enforce_eager"):
             raise Enough
         Path(job.trace).write_text('{"traceEvents": []}')
-        take("profile", {"eager": False, "rides": rides})
+        take("profile", {"eager": False, "rides": rides, "pads_prompts": pads})
 
     jobs = []
     job = Job("nanovllm", "custom", "model", (Workload("w", 1, 8, 8),), options={"max_model_len": 64})
@@ -134,8 +134,19 @@ def test_the_pass_without_graphs_piggybacks_as_the_one_with_them(rides, tmp_path
         make_profile(launch, job, None, "label", tmp_path, False, print)
     assert [j.options for j in jobs] == [
         job.options,
-        {"max_model_len": 64, "enforce_eager": True, "ride_prompts": rides},
+        {"max_model_len": 64, "enforce_eager": True, "ride_prompts": rides, "capture_prefill": pads},
     ]
+
+
+@pytest.mark.parametrize("pads", [False, True])
+def test_costs_are_of_the_rows_that_padded_steps_compute(pads, tmp_path):
+    """A graph computes the padded rows, so a profile's costs and kernels are to be of these."""
+    options = dict(num_kvcache_blocks=40, enforce_eager=True, capture_prefill=pads)
+    result, _ = profile_tiny(tmp_path, Workload("w", 1, 8, 8), **options)
+    rows = {c["module"]: c["flops"] / c["calls"] for c in result["costs"] if c["phase"] == "prefill"}
+    assert result["pads_prompts"] is pads
+    assert rows["lm_head"] == 2 * 199 * 48 * (64 if pads else 1)  # vocabulary, hidden size
+    assert rows["o_proj"] == 2 * 48 * 64 * (64 if pads else (8 + 1) / 2)  # in the last layer one token's
 
 
 def test_perfettos_own_trace_processor_reads_it(real):
@@ -162,6 +173,8 @@ def on_gpu(tmp_path_factory, request):
     results, traces = [], []
     for eager in (False, True):
         options = {"num_kvcache_blocks": 300, "enforce_eager": eager, "ride_prompts": request.param}
+        if eager:
+            options["capture_prefill"] = results[0]["pads_prompts"]
         results.append(profile(dataclasses.replace(job, options=options), LLM))
         traces.append(json.loads((folder / "a.json").read_text()))
     write_trace(merge(traces, ["as it runs", "without graphs"]), folder / "both.json")

@@ -1,5 +1,7 @@
 """Every tensor argument of every op in other layouts: Triton kernels do as the references, or name the argument."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -40,13 +42,17 @@ LAYOUTS = {
 
 
 def arguments_of(op):
-    t = Tensors(torch.float32, torch.device(DEVICE))
-    shape = op.inputs.small[1]
-    given = op.inputs(t, shape, op.inputs.variants[0])
-    sizes = dict(zip(op.inputs.dimensions, shape))
-    for name, size in NOT_IN_INPUTS.get(op.name, {}).items():
-        given[name] = t.uniform(sizes.get(size) or given["weight"].shape[0], low=0.5)
-    return given
+    """(arguments, dtype): of the second small shape in float32, or the first that the kernels take on this device."""
+    shapes = [op.inputs.small[1], *op.inputs.small]
+    for dtype, shape in itertools.product([torch.float32, *op.inputs.dtypes], shapes):
+        t = Tensors(dtype, torch.device(DEVICE))
+        given = op.inputs(t, shape, op.inputs.variants[0])
+        sizes = dict(zip(op.inputs.dimensions, shape))
+        for name, size in NOT_IN_INPUTS.get(op.name, {}).items():
+            given[name] = t.uniform(sizes.get(size) or given["weight"].shape[0], low=0.5)
+        if op.refusal(op.providers["triton"], **op.records.group(given)) is None:
+            return given, dtype
+    raise AssertionError(f"{op.name}: the kernels take no small shape in any dtype")
 
 
 def results(op, provider, given):
@@ -61,7 +67,8 @@ def results(op, provider, given):
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_any_layout(op):
     """Each argument in two layouts, so that each op sees all of them."""
-    given, names = arguments_of(op), list(LAYOUTS)
+    (given, dtype), names = arguments_of(op), list(LAYOUTS)
+    tolerance = 1e-4 if dtype == torch.float32 else op.tolerance[dtype]
     for i, (name, x) in enumerate(given.items()):
         if not isinstance(x, torch.Tensor) or name in op.mutates:
             continue
@@ -77,8 +84,8 @@ def test_any_layout(op):
                 assert name in str(e), f"{name}, {layout}: {e}"
                 continue
             if op.compare is not None:
-                assert op.compare(got if len(got) > 1 else got[0], other, torch.float32) is None, f"{name}, {layout}"
+                assert op.compare(got if len(got) > 1 else got[0], other, dtype) is None, f"{name}, {layout}"
                 continue
             for j, (a, b) in enumerate(zip(got, results(op, "native", other))):
                 where = f"{name}, {layout}, result {j}: "
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True, msg=where.__add__)
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True, msg=where.__add__)

@@ -253,9 +253,12 @@ SIZES = [
 @pytest.mark.gpu
 def test_more_bytes_take_longer_to_copy_and_as_many_as_long():
     device = torch.device("cuda", 0)
-    if gpu_is_shared():
+    shared, seconds = gpu_is_shared(), {}
+    for size in SIZES:
+        seconds[size] = copy_time(device, size)
+        shared = shared or gpu_is_shared()  # other programs come and go within the seconds that all sizes take
+    if shared:
         pytest.skip("another program uses the GPU: times of copies mean nothing")
-    seconds = {size: copy_time(device, size) for size in SIZES}
     for few, many in itertools.combinations(SIZES, 2):
         assert seconds[few] <= 1.1 * seconds[many], (few, many, seconds[few], seconds[many])
         # A start, which both have, and a rate.
@@ -265,12 +268,16 @@ def test_more_bytes_take_longer_to_copy_and_as_many_as_long():
 @pytest.mark.gpu
 def test_the_copy_is_no_easier_than_the_driver_s():
     device = torch.device("cuda", 0)
+    shared, times = gpu_is_shared(), []
     for num_bytes in (33562624, 134225920):
         size = num_bytes // 2
         sources = torch.empty(10, size, dtype=torch.int8, device=device).random_()
         targets = torch.empty_like(sources)
         theirs = time_in_graph([functools.partial(b.copy_, a) for a, b in zip(sources, targets)] * 4).median
-        assert copy_time(device, num_bytes) <= 1.05 * theirs
+        times.append((copy_time(device, num_bytes), theirs))
+    if shared or gpu_is_shared():
+        pytest.skip("another program uses the GPU: times of copies mean nothing")
+    assert all(ours <= 1.05 * theirs for ours, theirs in times), times
 
 
 def test_copies_are_kernels_where_triton_runs():

@@ -213,7 +213,7 @@ def test_any_strides(new, poison, launches):
 
 def test_what_the_kernel_does_not_take_has_the_other_one(launches):
     given = make([300, 17], 2, 8, 128, 256, BF16)
-    calls = [given | {"window": 100}, given | {"soft_cap": 20.0}, given | {"k_scale": torch.ones(1, device="cuda")}]
+    calls = [given | {"k_scale": torch.ones(1, device="cuda")}]
     calls.append(make([300, 17], 9, 2, 128, 256, BF16, norm=False))
     calls.append(make([300, 17], 2, 2, 128, 32, BF16, new=False))
     calls.append(make([5] * 513, 1, 2, 128, 64, BF16, new=False))
@@ -222,7 +222,7 @@ def test_what_the_kernel_does_not_take_has_the_other_one(launches):
     for call in calls:
         run(copied(call))
     assert launches == ["launch_decode"] * len(calls)
-    with pytest.raises(ValueError, match="window, soft_cap: expected none"):
+    with pytest.raises(ValueError, match="k_scale, v_scale: expected none of them but with a cache of"):
         run(copied(calls[0]), Plan(33))
 
 
