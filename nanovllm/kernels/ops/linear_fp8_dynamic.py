@@ -65,6 +65,9 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
         scales=(1.0, 50.0),
     ),
     cost=cost,
+    # bfloat16's own, and what a tensor core of Hopper loses that keeps 14 bits of a sum, up to 2^-13 in each step of 32
+    # columns: of 4,096 columns 1.6 %. Source: DeepSeek-V3, 3.3.2. The library was seen to keep no more.
+    tolerance={torch.bfloat16: 1.6e-2 + 4096 / 32 * 2.0**-13},
 )  # fmt: skip
 def linear_fp8_dynamic(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
@@ -80,7 +83,8 @@ def linear_fp8_dynamic(
         bias: [outputs], of x's dtype, or None.
 
     Returns:
-        [..., outputs], x's dtype, rounded once from products of 8-bit floats that are summed in float32.
+        [..., outputs], x's dtype, rounded once from products of 8-bit floats that are summed in float32. Of sums over
+        all columns a tensor core may keep 14 bits.
 
     Raises:
         ValueError: the shape of scale fits no blocks that `linear_fp8` knows, or size is no multiple of 128.

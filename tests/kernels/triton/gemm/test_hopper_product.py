@@ -209,6 +209,11 @@ def test_what_is_taken(monkeypatch):
     # The language-model head: one token has a kernel of its own, many are the library's.
     assert taken(weight_like(151936, 1024)) == range(2, 33) and not taken(weight_like(151936, 1024), gated=True)
     assert small_products.num_tokens_linear(weight_like(151936, 1024)) == range(1, 33)
+    # A router has few rows: too few programs here, and many in the kernels of few tokens. Projections have more rows.
+    for rows in (8, 128, 256):
+        assert not taken(weight_like(rows, 2048)) and not taken(weight_like(rows, 2048), gated=True)
+        assert small_products.num_tokens_linear(weight_like(rows, 2048)) == range(1, 9)
+    assert taken(weight_like(320, 2048)) == range(1, 257)
     # One token of a layer of this size is better in the kernels that have the norm before the product.
     assert small_products.num_tokens_linear(weight_like(4096, 2048)) == range(1, 129)
     assert small_products.num_tokens_add_rms_norm_linear(weight_like(4096, 2048)) == range(1, 2)
@@ -218,7 +223,8 @@ def test_what_is_taken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "rows, size", [(1024, 2048), (1024, 3072), (2048, 6144), (4096, 1024), (4096, 2048), (40000, 1024), (64, 96)]
+    "rows, size",
+    [(1024, 2048), (1024, 3072), (2048, 6144), (4096, 1024), (4096, 2048), (40000, 1024), (64, 96), (128, 2048)],
 )
 def test_a_plain_call_does_what_layers_do(rows, size, monkeypatch):
     """On a Hopper GPU that is not there: which product runs, by the op itself and by what `num_tokens` tells layers."""

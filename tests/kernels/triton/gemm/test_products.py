@@ -156,7 +156,7 @@ def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype):
         x, weight = strided(randn(m, k, dtype=dtype)), randn(2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
         got = products.silu_and_mul_of_many(x, weight, plan)
         assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
-        # A tensor core adds 16 columns at a time, and truncates the sum to 24 bits. No sum so far is above 6 magnitudes.
+        # A tensor core adds 16 columns at a time and truncates to 24 bits. No partial sum is above 6 magnitudes.
         sums, error = x.double() @ weight.double().T, -(-k // 16) * 2.0**-23 * 6 * magnitude(x, weight)
         # What is so near to a boundary of a rounding may be on either side of it.
         outcomes = torch.stack([
