@@ -37,13 +37,17 @@ logger = logging.getLogger(__name__)
 OLDEST_CAPABILITY = (7, 5)  # the oldest that CUDA 13 compiles for
 CXX_FLAGS = ("-O2", "-fvisibility=hidden")
 NVCC_FLAGS = ("-O3", "-std=c++17", "-Xcompiler=-fvisibility=hidden")
-_SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent
+"""The folder of the kernels that read rows; other folders have libraries of their own."""
 _thread_lock = threading.Lock()
 
 
 @cache
-def cuda_support(device: torch.device) -> str | None:
-    """Why the CUDA C++ kernels cannot run on a device, and what to do about it; None if they can. Compiles nothing."""
+def cuda_support(device: torch.device, folder: Path = SOURCES) -> str | None:
+    """Why the CUDA C++ kernels of a folder cannot run on a device, and what to do about it; None if they can.
+
+    Compiles nothing.
+    """
     if device.type != "cuda":
         return f"CUDA C++ kernels need a CUDA device, this is {device}; use native"
     if torch.version.cuda is None:
@@ -52,7 +56,7 @@ def cuda_support(device: torch.device) -> str | None:
     if capability < OLDEST_CAPABILITY:
         oldest, this = (".".join(map(str, c)) for c in (OLDEST_CAPABILITY, capability))
         return f"CUDA C++ kernels need compute capability {oldest} or later, this GPU has {this}; use native"
-    directory = build_directory(library_name(capability))
+    directory = build_directory(library_name(capability, sources(folder)))
     return not_private(directory) or (None if _is_built(directory) else toolchain_reason())
 
 
@@ -117,9 +121,9 @@ def find_ninja() -> str | None:
     return shutil.which("ninja") or shutil.which("ninja", path=sysconfig.get_path("scripts"))
 
 
-def sources() -> dict[str, bytes]:
-    """Everything that is compiled or included, by file name."""
-    return {p.name: p.read_bytes() for p in sorted(_SOURCES.iterdir()) if p.suffix in (".cu", ".cuh", ".cpp")}
+def sources(folder: Path = SOURCES) -> dict[str, bytes]:
+    """Everything that is compiled or included for the library of a folder, by file name."""
+    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".cu", ".cuh", ".cpp")}
 
 
 def arch_flag(capability: tuple[int, int], known: list[str] | None = None) -> str:
@@ -189,21 +193,21 @@ def make_private(directory: Path) -> None:
         raise RuntimeError(reason)
 
 
-def load_library(capability: tuple[int, int]) -> Any:
-    """The operators of the library for an architecture, `torch.ops.<name>`; compiles it if that was not done before.
+def load_library(capability: tuple[int, int], folder: Path = SOURCES) -> Any:
+    """The operators of a folder's library for an architecture, `torch.ops.<name>`; compiles it if need be.
 
     Raises:
         RuntimeError: the compiler failed, the message has its output; or other users can write to the library's
             directory.
     """
-    name = library_name(capability)
+    name = library_name(capability, sources(folder))
     directory = build_directory(name)
     with _thread_lock:
         make_private(directory)
         if not _is_built(directory):
             with _exclusive(directory):
                 if not _is_built(directory):  # else another process was faster
-                    _build(name, directory, capability)
+                    _build(name, directory, capability, folder)
         torch.ops.load_library(str(directory / f"{name}.so"))
     return getattr(torch.ops, name)
 
@@ -222,7 +226,7 @@ def _exclusive(directory: Path) -> Iterator[None]:
         yield
 
 
-def _build(name: str, directory: Path, capability: tuple[int, int]) -> None:
+def _build(name: str, directory: Path, capability: tuple[int, int], folder: Path) -> None:
     """Compiles and links into `directory`, under the lock."""
     reason = toolchain_reason()
     home, ninja = cuda_home(), find_ninja()
@@ -233,7 +237,7 @@ def _build(name: str, directory: Path, capability: tuple[int, int]) -> None:
     (directory / "lock").unlink(missing_ok=True)  # PyTorch's: left by a build that was killed
     logger.info("compiling the CUDA C++ kernels into %s, once for this version and GPU", directory)
     start = time.perf_counter()
-    files = [str(_SOURCES / f) for f in sources() if not f.endswith(".cuh")]
+    files = [str(folder / f) for f in sources(folder) if not f.endswith(".cuh")]
     path, cpp_home = os.environ.get("PATH", ""), cpp_extension.CUDA_HOME
     os.environ["PATH"] = os.pathsep.join(filter(None, (path, os.path.dirname(ninja))))
     cpp_extension.CUDA_HOME = str(home)  # PyTorch's guess takes a script named nvcc for the real one

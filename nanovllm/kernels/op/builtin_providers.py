@@ -10,6 +10,7 @@ from typing import Any
 from nanovllm.kernels import extra, ops
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
+from nanovllm.kernels.cuda.packed.library import packed_support
 from nanovllm.kernels.external import flash_attn, flashinfer, symm_mem
 from nanovllm.kernels.op.availability import interpretable_dot, triton_support
 from nanovllm.kernels.op.dispatch import Op
@@ -73,6 +74,13 @@ _triton("attention.prefill", ops.attention_prefill, accepts=interpretable_dot, t
 
 for _op in (extra.fused_activation, extra.fused_add_gelu, ops.silu_and_mul):
     _op.add(Provider("cuda", f"nanovllm.kernels.cuda:{_op.name}", cuda_support, architectures="sm_75+"))
+
+for _op in (
+    ops.linear_gguf, ops.linear_int4, ops.linear_int8, ops.linear_packed_add_rms_norm, ops.linear_packed_silu_and_mul
+):  # fmt: skip
+    _target = f"nanovllm.kernels.cuda.packed.products:{_op.name}"
+    _few = _target.replace(":", ":num_tokens_") if _op.name.startswith("linear_packed") else None
+    _op.add(Provider("cuda", _target, packed_support, architectures="sm_90+", num_tokens=_few))
 
 ops.all_reduce.add(Provider("symm_mem", f"{symm_mem.__name__}:all_reduce", symm_mem.support))
 ops.all_reduce.add(Provider("multimem", f"{symm_mem.__name__}:all_reduce_multimem", symm_mem.multimem_support))

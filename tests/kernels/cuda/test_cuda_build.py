@@ -158,7 +158,7 @@ def _load_in_turn(root, turn):
     """In a process of its own: load with a build that only notes that it ran, slowly."""
     os.environ["TORCH_EXTENSIONS_DIR"] = root
 
-    def slow_build(name, directory, capability):
+    def slow_build(name, directory, capability, folder):
         with open(Path(root) / "builds", "a") as log:
             log.write(f"{turn}\n")
         time.sleep(0.5)

@@ -1,0 +1,63 @@
+// The product as a PyTorch operator. nanovllm.kernels.cuda.packed.products has checked its arguments and made the plan.
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <optional>
+
+#include "packed.cuh"
+
+namespace nanovllm::packed {
+namespace {
+
+Real real_of(const at::Tensor& x) {
+  if (x.scalar_type() == at::kHalf) return Real::float16;
+  TORCH_CHECK_VALUE(x.scalar_type() == at::kBFloat16, "expected a tensor of float16 or bfloat16");
+  return Real::bfloat16;
+}
+
+const void* data(const std::optional<at::Tensor>& x) { return x ? x->const_data_ptr() : nullptr; }
+
+// numbers: the fields of Product from x_stride on, then those of Launch.
+void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+             const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias, at::Tensor y,
+             at::IntArrayRef numbers) {
+  TORCH_CHECK_VALUE(numbers.size() == 20, "numbers: expected 20");
+  const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
+  const auto u = [&](int i) { return static_cast<uint32_t>(numbers[i]); };
+  const Product p{
+      x.const_data_ptr(), static_cast<const uint8_t*>(weight.const_data_ptr()), data(scale),
+      static_cast<const uint8_t*>(data(zero)), data(bias), y.mutable_data_ptr(), numbers[0], u(1), u(2), u(3), u(4), u(5),
+      u(6), n(7), n(8), n(9), n(10), n(11), n(12), n(13), n(14), n(15), n(16)};
+  const Launch how{n(17), n(18), n(19)};
+  const c10::cuda::CUDAGuard guard(x.device());
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  const Real real = real_of(x);
+  const auto storage = static_cast<Storage>(storage_);
+  cudaError_t error;
+  if (storage <= Storage::int4_zero) {
+    error = int4_product(p, how, real, real_of(*scale), storage == Storage::int4_zero, stream);
+  } else if (storage <= Storage::int8_zero) {
+    error = int8_product(p, how, real, real_of(*scale), storage == Storage::int8_zero, stream);
+  } else {
+    TORCH_CHECK_VALUE(real == Real::bfloat16, "x: expected bfloat16 with blocks of GGUF");
+    error = storage < Storage::q4_k ? planes_product(p, how, storage, stream) : k_product(p, how, storage, stream);
+  }
+  C10_CUDA_CHECK(error);
+}
+
+}  // namespace
+}  // namespace nanovllm::packed
+
+// TORCH_LIBRARY makes a string of its first argument; one more macro lets the build's -DTORCH_EXTENSION_NAME be replaced.
+#define NANOVLLM_LIBRARY(name, library) TORCH_LIBRARY(name, library)
+
+NANOVLLM_LIBRARY(TORCH_EXTENSION_NAME, library) {
+  library.def(
+      "product(int storage, Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, Tensor(a!) y, "
+      "int[] numbers) -> ()");
+  library.impl("product", c10::DispatchKey::CUDA, nanovllm::packed::product);
+  library.impl("product", c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
+}

@@ -1,0 +1,40 @@
+"""The compiled library of the folder, and where it can run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from nanovllm.kernels.cuda.build import cuda_support, load_library
+from nanovllm.kernels.op.availability import triton_support
+
+OLDEST_CAPABILITY = (9, 0)  # dependent launch
+FOLDER = Path(__file__).parent
+
+
+def packed_support(device: torch.device) -> str | None:
+    """Why these kernels cannot run on a device, and what to do about it; None if they can. Compiles nothing.
+
+    Calls that the kernel does not take go to the provider `triton`, so that has to run, too.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        return "they need compute capability 9.0 or later; use triton"
+    return cuda_support(device, FOLDER) or triton_support(device)
+
+
+@functools.cache
+def product_kernel(device: torch.device) -> Callable[..., None]:
+    """The operator `product` of bindings.cpp; compiles the library if that was not done before.
+
+    Raises:
+        ValueError: it cannot run on the device.
+        RuntimeError: as `load_library`.
+    """
+    reason = packed_support(device)
+    if reason is not None:
+        raise ValueError(reason)
+    kernel: Callable[..., None] = load_library(torch.cuda.get_device_capability(device), FOLDER).product.default
+    return kernel

@@ -1,0 +1,59 @@
+// What the bindings (C++, PyTorch) and the kernel (CUDA, no PyTorch) know of each other.
+#pragma once
+
+#include <cstdint>
+#include <cuda_runtime_api.h>
+
+namespace nanovllm::packed {
+
+// How weights are stored. An integer q stands for (q - zero) * scale. With planes, the rows are those of GGUF.
+enum class Storage {
+  int4,       // a scale for a group of 128 columns or more; the zero point is `middle`
+  int4_zero,  // a zero point for each group
+  int8,
+  int8_zero,
+  planes4,          // Q4_0: a scale for 32 columns
+  planes4_minimum,  // Q4_1: and a minimum
+  planes8,          // Q5_0, Q8_0
+  planes8_minimum,  // Q5_1
+  q4_k,
+  q5_k,
+  q6_k,
+};
+
+enum class Real { float16, bfloat16 };
+
+// y = x W^T, for x [tokens, columns] and W [rows, columns].
+struct Product {
+  const void* x;          // columns are neighbours
+  const uint8_t* weight;  // rows `weight_stride` bytes apart
+  const void* scale;      // of groups
+  const uint8_t* zero;    // of groups, where `scale` is
+  const void* bias;       // [rows], or null
+  void* y;                // [tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]
+  int64_t x_stride;
+  uint32_t weight_stride, scale_stride;
+  uint32_t d, m, sc, mn;  // where the planes of a row begin, in bytes
+  int32_t tokens, rows;
+  int32_t steps, split_steps;  // of a row and of a split; a step is 128 columns of 4-bit weights, 64 of 8-bit ones
+  int32_t phase_turns;         // turns for which x is in shared memory; in a turn every warp takes a step
+  int32_t row_warps;           // warps of a block that have rows of their own; the others share columns
+  int32_t step_shift;          // groups have 2^step_shift steps
+  int32_t middle;              // the zero point of all weights
+  int32_t gated;               // y = silu(gate) * up; the first half of the rows is the gate
+  int32_t sums;                // y is float32 sums of the splits
+};
+
+struct Launch {
+  int32_t splits, warps, shared_bytes;
+};
+
+constexpr int MAX_TOKENS = 16;
+
+// Enqueue the product for x of type `x` and scales of type `scale`. The sources hold one storage each.
+cudaError_t int4_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
+cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
+cudaError_t planes_product(const Product&, const Launch&, Storage, cudaStream_t);  // x: bfloat16
+cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16
+
+}  // namespace nanovllm::packed

@@ -1,0 +1,198 @@
+"""The ops `linear_int4`, `linear_int8` and `linear_gguf`, and those that combine them with what follows.
+
+The kernel takes up to 16 tokens, and weights that it can read 16 bytes at a time: see `_operands`. All other calls,
+and 8-bit floats, go to the provider `triton`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+
+from nanovllm.kernels.cuda.packed.library import product_kernel
+from nanovllm.kernels.cuda.packed.plan import MAX_TOKENS, WARP_ROWS, plan_packed_cuda, turns_of_a_phase
+from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf
+from nanovllm.kernels.ops.linear_int4 import group_size
+from nanovllm.kernels.ops.linear_packed import check_storage
+from nanovllm.kernels.triton.gemm import packed_products
+from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
+
+_GROUP = 128
+_ALL = 31
+"""The shift of step numbers of weights whose rows have one scale."""
+
+
+class _Storage(IntEnum):
+    """As in packed.cuh."""
+
+    INT4, INT4_ZERO, INT8, INT8_ZERO, PLANES4, PLANES4_MINIMUM, PLANES8, PLANES8_MINIMUM, Q4_K, Q5_K, Q6_K = range(11)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight as the kernel takes it."""
+
+    storage: _Storage
+    bits: int
+    codes: torch.Tensor  # uint8 [rows, bytes]
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    step_shift: int = 0
+    middle: int = 0
+    planes: tuple[int, int, int, int] = (0, 0, 0, 0)  # of d, m, sc and mn in a row
+
+
+def _wide(x: torch.Tensor) -> bool:
+    """Whether rows of bytes can be read 16 bytes at a time, at places of 32 bits."""
+    return x.stride(1) == 1 and not x.stride(0) % 16 and not x.data_ptr() % 16 and x.shape[0] * x.stride(0) < 1 << 32
+
+
+def _affine(
+    size: int, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
+) -> _Weight | None:
+    group = group_size(size, scale)
+    groups = group // _GROUP
+    if scale.dtype not in (torch.float16, dtype) or (group != size and (group % _GROUP or groups & (groups - 1))):
+        return None
+    scale = adjacent(scale)
+    if zero is not None and zero.stride() != scale.stride():
+        scale, zero = scale.contiguous(), zero.contiguous()  # the kernel reads both at the same places
+    steps = groups * bits // 4  # of a group
+    shift = _ALL if group == size else steps.bit_length() - 1
+    first = _Storage.INT4 if bits == 4 else _Storage.INT8
+    storage = _Storage(first + (zero is not None))
+    return _Weight(storage, bits, weight, scale, zero, shift, 2 ** (bits - 1) if zero is None else 0)
+
+
+def _planes(size: int, weight: torch.Tensor, kind: str) -> _Weight | None:
+    of, planes = check_gguf(weight, kind, size)
+    if not planes:
+        return None
+    offsets = of.plane_offsets(size)[0]
+    d, m, sc, mn = (offsets.get(name, 0) for name in ("d", "m", "sc", "mn"))
+    return _Weight(_storage(of), of.bits, weight, middle=of.zero, planes=(d, m, sc, mn))
+
+
+def _storage(of: GGUFType) -> _Storage:
+    if "sc" in of.planes:
+        return _Storage[of.name]
+    return _Storage[f"PLANES{of.bits}{'_MINIMUM' if 'm' in of.planes else ''}"]
+
+
+def _operands(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None
+) -> _Weight | None:
+    """The weight if the kernel takes this call: 1 to 16 tokens of 16 bits, columns a multiple of 128, and groups of
+    128 times a power of two, or a whole row. With GGUF's planes x is bfloat16, in which scaled weights are rounded.
+    """
+    check_storage(storage, scale)
+    size = x.shape[-1]
+    if storage == "fp8" or x.dtype not in (torch.float16, torch.bfloat16) or not size or size % _GROUP:
+        return None
+    if not 0 < x.numel() // size <= MAX_TOKENS or not _wide(weight):
+        return None
+    if scale is None:
+        return _planes(size, weight, storage) if x.dtype == torch.bfloat16 else None
+    bits = 4 if storage == "int4" else 8
+    if weight.shape[1] * 8 != size * bits:
+        return None  # the other provider says what is wrong
+    return _affine(size, weight, scale, zero, bits, x.dtype)
+
+
+def _run(
+    x: torch.Tensor, w: _Weight, bias: torch.Tensor | None, gated: bool = False, sums: bool = False
+) -> torch.Tensor:
+    """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]."""
+    x, _, stride = matrix_of(x)
+    if stride % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+        stride = x.shape[-1]
+    (rows, _), size = w.codes.shape, x.shape[-1]
+    tokens = x.numel() // size
+    columns = 512 // w.bits  # of a step
+    plan = plan_packed_cuda(rows, size // _GROUP, num_sms(x), sums)
+    steps, group_steps = size // columns, _GROUP // columns
+    split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
+    splits = cdiv(steps, split_steps)
+    column_warps = plan.warps // plan.row_warps
+    turns = cdiv(split_steps, column_warps)
+    phase = turns_of_a_phase(turns, tokens * column_warps * columns * 2)
+    of_x = tokens * phase * column_warps * columns * 2
+    of_sums = (column_warps - 1) * plan.row_warps * WARP_ROWS * 8 * cdiv(tokens, 8) * 4
+    if sums:
+        y = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
+    else:
+        y = torch.empty((tokens, rows // (1 + gated)), dtype=x.dtype, device=x.device)
+    scale_stride = 0 if w.scale is None else w.scale.stride(0)
+    numbers = (
+        stride, w.codes.stride(0), scale_stride, *w.planes, tokens, rows, steps, split_steps, phase, plan.row_warps,
+        w.step_shift, w.middle, gated, sums, splits, plan.warps, max(of_x, of_sums),
+    )  # fmt: skip
+    product_kernel(x.device)(w.storage, x, w.codes, w.scale, w.zero, adjacent(bias), y, numbers)
+    return y
+
+
+def _product(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    bias: torch.Tensor | None, otherwise: Callable[..., torch.Tensor], *arguments: Any,
+) -> torch.Tensor:  # fmt: skip
+    if bias is not None and bias.dtype != x.dtype:
+        raise ValueError(f"bias: expected {x.dtype}, as x, not {bias.dtype}")
+    w = _operands(x, storage, weight, scale, zero)
+    if w is None:
+        return otherwise(x, weight, *arguments, bias)
+    return _run(x, w, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_int4(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_int4`."""
+    return _product(x, "int4", weight, scale, zero, bias, packed_products.linear_int4, scale, zero)
+
+
+def linear_int8(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The op `linear_int8`."""
+    return _product(x, "int8", weight, scale, zero, bias, packed_products.linear_int8, scale, zero)
+
+
+def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The op `linear_gguf`."""
+    return _product(x, kind, weight, None, None, bias, packed_products.linear_gguf, kind)
+
+
+def linear_packed_silu_and_mul(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None
+) -> torch.Tensor:
+    """The op `linear_packed_silu_and_mul`."""
+    w = _operands(x, storage, weight, scale, zero)
+    if w is None:
+        return packed_products.linear_packed_silu_and_mul(x, storage, weight, scale, zero)
+    return _run(x, w, None, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
+
+
+def linear_packed_add_rms_norm(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
+    w = _operands(x, storage, weight, scale, zero)
+    if w is None:
+        return packed_products.linear_packed_add_rms_norm(
+            x, storage, weight, scale, zero, residual, norm_weight, eps, bias
+        )
+    return sum_add_rms_norm(_run(x, w, None, sums=True), bias, residual, norm_weight, eps)
+
+
+# `num_tokens` of the providers, as of the provider `triton`.
+num_tokens_linear_packed_silu_and_mul = packed_products.num_tokens_linear_packed_silu_and_mul
+num_tokens_linear_packed_add_rms_norm = packed_products.num_tokens_linear_packed_add_rms_norm

@@ -1,0 +1,189 @@
+"""Products with packed weights in CUDA C++: values on a GPU, the machine code where nvcc is, plans anywhere."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from nanovllm.kernels import ops
+from nanovllm.kernels.cuda import build
+from nanovllm.kernels.cuda.packed import library, products
+from nanovllm.kernels.cuda.packed.plan import MAX_TOKENS, plan_packed_cuda, turns_of_a_phase
+from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES, dequantise_gguf
+from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
+
+KINDS = ("int4", "int8", *GGUF_TYPES)
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = library.packed_support(device)
+    if reason is not None:
+        pytest.skip(reason)
+    return device
+
+
+def make(kind, rows, size, device, group=128, zeros=False, scale_dtype=BF16):
+    """(the operands of the packed ops, the weight in float64)"""
+    if kind in GGUF_TYPES:
+        of = GGUF_TYPES[kind]
+        weight = torch.randint(0, 256, (rows, of.plane_offsets(size)[1]), dtype=torch.uint8, device=device)
+        for name in {"d", "m"} & set(of.planes):
+            plane = of.plane(weight, name, size).flatten(1).view(torch.float16)
+            plane.copy_(torch.randn(plane.shape, device=device) * 0.001)
+        values = dequantise_gguf(weight, kind + PLANES, size).to(BF16)  # scaled weights are rounded
+        return (kind + PLANES, weight, None, None), values.double()
+    bits = int(kind[3:])
+    weight = torch.randint(0, 256, (rows, size * bits // 8), dtype=torch.uint8, device=device)
+    scale = (torch.randn(rows, size // group, device=device) * 0.01).to(scale_dtype)
+    zero = torch.randint(0, 2**bits, scale.shape, dtype=torch.uint8, device=device) if zeros else None
+    q = unpack_int4(weight) if bits == 4 else weight
+    values = dequantise_affine(q, scale, 2 ** (bits - 1) if zero is None else zero, torch.float64)
+    return (kind, weight, scale, zero), values
+
+
+def product(x, operands, bias=None):
+    kind, weight, scale, zero = operands
+    if scale is None:
+        return products.linear_gguf(x, weight, kind, bias)
+    return (products.linear_int4 if kind == "int4" else products.linear_int8)(x, weight, scale, zero, bias)
+
+
+def check(got, x, values, bias=None):
+    exact = x.double() @ values.t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ values.abs().t()
+    tolerance = size * 2**-8 + exact.abs() * 2**-8 + 1e-6
+    assert not got.isnan().any() and ((got.double() - exact).abs() <= tolerance).all()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often the kernel was launched."""
+    seen = []
+    original = products.product_kernel
+
+    def kernel(device):
+        compiled = original(device)
+        return lambda *args: seen.append(args[0]) or compiled(*args)
+
+    monkeypatch.setattr(products, "product_kernel", kernel)
+    return seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows, size", [(1000, 1024), (520, 2560), (33, 256), (4096, 4096)])
+def test_values(kind, rows, size, device, launches):
+    operands, values = make(kind, rows, size, device)
+    for tokens in (1, 3, 8, 9, 16):
+        x = torch.randn(tokens, size, dtype=BF16, device=device)
+        bias = torch.randn(rows, dtype=BF16, device=device)
+        first = product(x, operands, bias)
+        check(first, x, values, bias)
+        assert all(torch.equal(first, product(x, operands, bias)) for _ in range(3)), "other bits in another run"
+    assert len(launches) == 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("group", [128, 512, 2048])
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("dtype, scale_dtype", [(BF16, BF16), (BF16, torch.float16), (torch.float16, torch.float16)])
+def test_groups_zero_points_and_dtypes(kind, group, zeros, dtype, scale_dtype, device, launches):
+    operands, values = make(kind, 300, 2048, device, group, zeros, scale_dtype)
+    x = torch.randn(5, 2048, dtype=dtype, device=device)
+    check(product(x, operands), x, values)
+    assert launches
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_products_equal_the_separate_ones(kind, device, launches):
+    operands, _ = make(kind, 2 * 648, 1280, device)
+    for tokens in (1, 7, 16):
+        x = torch.randn(tokens, 1280, dtype=BF16, device=device)
+        plain = product(x, operands)
+        gated = products.linear_packed_silu_and_mul(x, *operands)
+        torch.testing.assert_close(gated, ops.silu_and_mul.native(plain), rtol=2**-7, atol=1e-5)
+        residual = torch.randn_like(plain)
+        weight = torch.rand(plain.shape[1], dtype=BF16, device=device)
+        y, total = products.linear_packed_add_rms_norm(x, *operands, residual, weight, 1e-6)
+        wanted, wanted_total = ops.add_rms_norm.native(plain, residual, weight, 1e-6)
+        torch.testing.assert_close(total, wanted_total, rtol=2**-6, atol=2e-2)
+        torch.testing.assert_close(y, wanted, rtol=2**-6, atol=2e-2)
+    assert len(launches) == 9
+
+
+@pytest.mark.gpu
+def test_any_strides(device, launches):
+    operands, values = make("int4", 200, 1024, device)
+    wide = torch.randn(4, 3000, dtype=BF16, device=device)
+    for x in (wide[:, 8:1032], wide[:, 3:1027], wide.view(4, 1, 3000)[..., :1024], wide.t()[:1024].t()):
+        check(product(x, operands).view(4, 200), x.reshape(4, 1024), values)
+    rows = torch.zeros(200, 700, dtype=torch.uint8, device=device)
+    rows[:, 16:528] = operands[1]
+    apart = torch.zeros(200, 20, dtype=BF16, device=device)
+    apart[:, 5:13] = operands[2]
+    x = wide[:, :1024]
+    assert torch.equal(product(x, ("int4", rows[:, 16:528], apart[:, 5:13], None)), product(x, operands))
+    assert launches
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
+    x = torch.randn(17, 1024, dtype=BF16, device=device)
+    for operands, values, call in (
+        (*make("int4", 64, 1024, device), x),  # too many tokens
+        (*make("int4", 64, 1024, device, group=32), x[:4]),
+        (*make("int8", 64, 96, device, group=96), x[:4, :96]),
+        (*make("Q8_0", 64, 96, device), x[:4, :96]),
+    ):
+        check(product(call, operands), call, values)
+    assert not launches
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_it_with_other_tokens(device):
+    operands, values = make("Q4_K", 512, 1024, device)
+    x = torch.randn(2, 1024, dtype=BF16, device=device)
+    product(x, operands)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = product(x, operands)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    check(y, x, values)
+
+
+def test_plans():
+    """Every split has columns, and blocks that share no columns are many where there are many rows."""
+    for rows, groups in ((4096, 32), (4096, 96), (1024, 16), (128, 1)):
+        plan = plan_packed_cuda(rows, groups, 132, True)
+        assert 1 <= plan.splits <= max(1, groups // 4)
+    assert plan_packed_cuda(24576, 32, 132, False).splits == 1
+    assert turns_of_a_phase(7, 1024) == 7 and turns_of_a_phase(1000, 16 * 1024) % 2 == 0
+    assert MAX_TOKENS == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["int4", "k_planes"])
+def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
+    if build.toolchain_reason() is not None and build.cuda_home() is None:
+        pytest.skip("needs nvcc")
+    nvcc, file = build.cuda_home() / "bin" / "nvcc", tmp_path / "kernels.ptx"
+    flags = ["-O3", "-std=c++17", "-arch=sm_90", "-ptx"]
+    subprocess.run([nvcc, *flags, "-o", file, Path(library.FOLDER) / f"{source}.cu"], check=True)
+    kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
+    assert kernels
+    for ptx in kernels:
+        assert "mma.sync.aligned.m16n8k16" in ptx
+        assert re.search(r"ld\.global\.nc\.L1::no_allocate\.L2::128B\.v4", ptx)
+        wait, first = ptx.index("griddepcontrol.wait"), ptx.index("ld.global.nc.L1")
+        assert first < wait  # weights, which never change, are read before the kernel in front has ended
