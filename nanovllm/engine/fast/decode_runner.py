@@ -57,7 +57,8 @@ class DecodeRunner:
         self._piggyback = piggyback
         if piggyback is not None:
             self._runs = PaddedRuns(self._runs_bucket(piggyback.sizes.totals[-1]), paged)
-        self._logits: torch.Tensor | None = None
+        self.logits: torch.Tensor | None = None
+        """Those of `capture`; None: nothing is captured."""
 
     @property
     def _modes(self) -> tuple[SamplingMode, ...]:
@@ -73,7 +74,7 @@ class DecodeRunner:
         """Run every step that will be captured, once. logits: as for `capture`."""
         buckets = self._buckets
         assert buckets is not None
-        self._logits = logits
+        self.logits = logits
         shapes = [StepShape(rows, buckets.longest) for rows in buckets.batch_sizes]
         shapes += [StepShape(rows, buckets.longest, shared=True) for rows in buckets.shared_sizes]
         shapes += [StepShape(rows, buckets.longest, piggybacked=n) for rows, n in buckets.piggybacked_sizes]
@@ -89,7 +90,7 @@ class DecodeRunner:
             brief: entered for the first calls before the capture, such as `PagedModel.few_layers`.
         """
         assert self._buckets is not None
-        self._logits = logits
+        self.logits = logits
         graphs = DecodeGraphs(backend, self._buckets, self._modes)
         graphs.capture(self._launch_shape, self._first_call, brief)
         self.graphs = graphs
@@ -102,8 +103,8 @@ class DecodeRunner:
 
     def _launch_shape(self, shape: StepShape) -> None:
         """Run what a graph of this shape holds; logits between two graphs are in the static ones."""
-        assert self._logits is not None
-        static = self._logits[: shape.rows]
+        assert self.logits is not None
+        static = self.logits[: shape.rows]
         if shape.mode is None:
             self._run_model(shape, static)
         else:
@@ -145,8 +146,8 @@ class DecodeRunner:
         drawn = False
         constrained = state.constrained()
         general = shape.mode is SamplingMode.GENERAL
-        if self.graphs is not None and self._logits is not None:
-            logits = self._logits[: shape.rows]
+        if self.graphs is not None and self.logits is not None:
+            logits = self.logits[: shape.rows]
             constrain = partial(self._sampler.constrain, logits, constrained) if constrained and not general else None
             drawn = self.graphs.run(shape, self._launch_shape, constrain)
         else:

@@ -63,12 +63,13 @@ class DecodeState:
         self.padding_block = padding_block
         self.device = device
         self._advance = advance or advance_rows
-        self._ints = torch.zeros(_NUM_INTS, max_num_seqs, dtype=torch.int64, device=device)
-        self._ints[_KV_SLOT] = kv_slot(padding_block, 0, block_size)
-        self._ints[_SEQ_SLOT] = max_num_seqs
-        self._small = torch.zeros(_NUM_SMALL, max_num_seqs, dtype=torch.int32, device=device)
-        self._small[_CONTEXT_LEN] = 1
-        self._floats = self._small.view(torch.float32)
+        self.ints = torch.zeros(_NUM_INTS, max_num_seqs, dtype=torch.int64, device=device)
+        """With `small`: the fields of every row on the device, which steps read and advance."""
+        self.ints[_KV_SLOT] = kv_slot(padding_block, 0, block_size)
+        self.ints[_SEQ_SLOT] = max_num_seqs
+        self.small = torch.zeros(_NUM_SMALL, max_num_seqs, dtype=torch.int32, device=device)
+        self.small[_CONTEXT_LEN] = 1
+        self._floats = self.small.view(torch.float32)
         self._block_table = torch.full((max_num_seqs, max_blocks), padding_block, dtype=torch.int32, device=device)
         self._last_tokens = paged.last_tokens
 
@@ -122,7 +123,7 @@ class DecodeState:
         else:
             changed, moved = self._place_anew(step.decodes)
         if changed:
-            self._send(changed)
+            self.send(changed)
         if moved and self.prefixes is not None:
             self.prefixes.update(self.num_rows, self._positions)
         return self._rows
@@ -167,7 +168,7 @@ class DecodeState:
         else:
             self._modes[row] = SamplingMode.FILTERED if params.uses_filters else SamplingMode.PLAIN
 
-    def _send(self, rows: list[int]) -> None:
+    def send(self, rows: list[int]) -> None:
         """Write the updates of some rows, and copy them to the device without waiting."""
         taken = [(i, row, seq) for i, row in enumerate(rows) if (seq := self._seqs[row]) is not None]
         num_blocks = max((len(seq.block_table) for _, _, seq in taken), default=1)
@@ -210,10 +211,10 @@ class DecodeState:
     def _write(self, updates: torch.Tensor, num_blocks: int) -> None:
         rows = updates[:, 0]
         tokens = resolve_tokens(updates[:, 1 + _TOKEN], self._last_tokens)
-        self._ints.index_copy_(1, rows, updates[:, 1:_FIRST_SMALL].T)
-        self._ints[_TOKEN].index_copy_(0, rows, tokens)
+        self.ints.index_copy_(1, rows, updates[:, 1:_FIRST_SMALL].T)
+        self.ints[_TOKEN].index_copy_(0, rows, tokens)
         small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(torch.int32)
-        self._small.index_copy_(1, rows, small[:, :_NUM_SMALL].T)
+        self.small.index_copy_(1, rows, small[:, :_NUM_SMALL].T)
         blocks = updates[:, _FIRST_BLOCK:].view(torch.int32)
         self._block_table[:, :num_blocks].index_copy_(0, rows, blocks[:, :num_blocks])
 
@@ -257,8 +258,8 @@ class DecodeState:
         shared: with the groups that `prefixes` keeps.
         """
         return DeviceBatch.from_tensors(
-            self._ints[: _KV_SLOT + 1, :num_rows],
-            self._small[_CONTEXT_LEN, :num_rows],
+            self.ints[: _KV_SLOT + 1, :num_rows],
+            self.small[_CONTEXT_LEN, :num_rows],
             self._block_table[:num_rows],
             max_context_len,
             shared=self.prefixes.tensors(num_rows) if shared and self.prefixes is not None else None,
@@ -266,12 +267,12 @@ class DecodeState:
 
     def sampling_arguments(self, num_rows: int, filtered: bool) -> tuple[torch.Tensor | None, ...]:
         """What the op `sample` takes after the logits, for the first `num_rows` rows: views, as in `batch`."""
-        filters = (self._small[_TOP_K], self._floats[_TOP_P], self._floats[_MIN_P])
+        filters = (self.small[_TOP_K], self._floats[_TOP_P], self._floats[_MIN_P])
         return (
             self._floats[_TEMPERATURE, :num_rows],
             *(f[:num_rows] if filtered else None for f in filters),
-            self._ints[_SEED, :num_rows],
-            self._ints[_DRAW, :num_rows],
+            self.ints[_SEED, :num_rows],
+            self.ints[_DRAW, :num_rows],
         )
 
     def advance(self, tokens: torch.Tensor) -> None:
@@ -279,8 +280,8 @@ class DecodeState:
         n = len(tokens)
         self._advance(
             tokens,
-            self._ints[:, :n],
-            self._small[_CONTEXT_LEN, :n],
+            self.ints[:, :n],
+            self.small[_CONTEXT_LEN, :n],
             self._block_table[:n],
             self._last_tokens,
             self.block_size,
@@ -297,7 +298,7 @@ class DecodeState:
         """[num_seqs] int64: each row's latest token. A view of the ring's cell; without a ring, of what the next
         step overwrites.
         """
-        tokens = self._ints[_TOKEN] if self.ring is None else self.ring.latest()
+        tokens = self.ints[_TOKEN] if self.ring is None else self.ring.latest()
         return tokens[: self.num_rows]
 
 

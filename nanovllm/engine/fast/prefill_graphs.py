@@ -85,7 +85,7 @@ class PrefillRunner:
         # The largest first, so that smaller ones fit into the memory that these have.
         for bucket in reversed(self.buckets):
             try:
-                self._graphs[bucket] = backend.capture(partial(self._run, bucket, logits))
+                self._graphs[bucket] = backend.capture(partial(self.run_padded, bucket, logits))
             except torch.OutOfMemoryError:
                 if bucket.num_tokens <= self._full_tokens:
                     raise
@@ -102,7 +102,7 @@ class PrefillRunner:
         """Run every size once. logits: as for `capture`."""
         for bucket in self.buckets:
             self._runs.send(NOTHING, bucket)
-            self._run(bucket, logits)
+            self.run_padded(bucket, logits)
 
     def launch(self, batch: Batch) -> torch.Tensor | None:
         """Logits of `batch.logits_rows`, valid until the next step; None, and nothing done, if no bucket has room."""
@@ -112,7 +112,7 @@ class PrefillRunner:
         self._runs.send(batch, bucket)
         graph = self._graphs.get(bucket)
         if graph is None or self._logits is None:
-            logits = self._run(bucket)
+            logits = self.run_padded(bucket)
         else:
             graph.replay()
             logits = self._logits
@@ -126,7 +126,7 @@ class PrefillRunner:
             return bucket
         return bucket if num_tokens >= self._min_full_share * bucket.num_tokens else None
 
-    def _run(self, bucket: RunsBucket, logits: torch.Tensor | None = None) -> torch.Tensor:
+    def run_padded(self, bucket: RunsBucket, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [num_seqs, vocab_size] of the static inputs; in the first rows of `logits` if it is given."""
         batch, rows = self._runs.batch(bucket)
         return self._paged.logits(

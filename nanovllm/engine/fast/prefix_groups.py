@@ -121,14 +121,15 @@ class PrefixGroups:
             self.groups = find_groups(self._tables[:num_rows], positions[:num_rows] // self._block_size)
         self.worthwhile = sum(group.saved for group in self.groups) * self._block_bytes >= self._min_saved_bytes
         if self.worthwhile:
-            self._send()
+            self.send()
 
     def reset(self) -> None:
         """Nothing is known of the device's tensors."""
         self._sent[:] = -1
         self.groups, self.worthwhile = (), False
 
-    def _send(self) -> None:
+    def send(self) -> None:
+        """Copy the groups to the device, if they are others than there."""
         host = torch.zeros(len(self._sent), dtype=torch.int32, pin_memory=self._device.is_cuda)
         groups, rows, lens = self._parts(host.numpy())
         place = 0

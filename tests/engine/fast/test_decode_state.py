@@ -99,8 +99,8 @@ def test_rows_advance_and_padding_stays(device):
 def test_nothing_is_sent_while_nothing_changes(monkeypatch):
     state = make_state()
     sent = []
-    send = state._send
-    monkeypatch.setattr(state, "_send", lambda rows: sent.append(rows) or send(rows))
+    send = state.send
+    monkeypatch.setattr(state, "send", lambda rows: sent.append(rows) or send(rows))
     first, second = make([3], 2), make([5], 1)
     step = step_of((first, 2, 1), (second, 4, 0))
     assert state.place(step).tolist() == [0, 1]
@@ -123,8 +123,8 @@ def test_nothing_is_sent_while_nothing_changes(monkeypatch):
 def test_blocks_reserved_ahead_go_with_what_has_to_be_sent(monkeypatch, anew):
     state = make_state()
     sent = []
-    send = state._send
-    monkeypatch.setattr(state, "_send", lambda rows: sent.append(rows) or send(rows))
+    send = state.send
+    monkeypatch.setattr(state, "send", lambda rows: sent.append(rows) or send(rows))
     first, second, third = make([3], 3), make([5], 1), make([6], 1)
     step = step_of((first, 2, 2), (second, 4, 0), (third, 1, 0))
     state.place(step)
@@ -270,8 +270,8 @@ class StateDevice(Device):
         super().__init__(block_size)
         self.state = make_state(block_size=block_size, max_blocks=max_blocks)
         self.sent, self.steps = 0, 0
-        send = self.state._send
-        self.state._send = lambda rows: (setattr(self, "sent", self.sent + 1), send(rows))
+        send = self.state.send
+        self.state.send = lambda rows: (setattr(self, "sent", self.sent + 1), send(rows))
 
     def execute(self, step):
         state = self.state

@@ -93,7 +93,7 @@ def test_many_replays_give_the_same_bits():
 
 def test_a_failed_capture_leaves_a_working_engine(monkeypatch, caplog):
     """A copy to the host in the middle of the model, which no graph can hold."""
-    run = PrefillRunner._run
+    run = PrefillRunner.run_padded
 
     def waits(self, bucket, logits=None):
         result = run(self, bucket, logits)
@@ -102,7 +102,7 @@ def test_a_failed_capture_leaves_a_working_engine(monkeypatch, caplog):
 
     prompts, params = load(7, count=12)
     want = generate(qwen(), prompts, params)[0]
-    monkeypatch.setattr(PrefillRunner, "_run", waits)
+    monkeypatch.setattr(PrefillRunner, "run_padded", waits)
     llm = qwen(capture_prefill=True)
     assert llm.engine.runner.fast.prefill is None
     assert sum("their capture failed" in record.getMessage() for record in caplog.records) == 1

@@ -190,14 +190,16 @@ def test_groups_are_sent_where_they_changed():
     m = prefixes.tensors(4)
     assert m.groups[0].tolist() == [0, 2, 8] and not m.groups[1:].any()
     assert m.group_rows[:2].tolist() == [0, 1] and m.shared_lens.tolist() == [8, 8, 0, 0]
-    before = prefixes._device.clone()
-    prefixes._device.fill_(-7)
+    tensors = m.groups, m.group_rows, m.shared_lens
+    before = [t.clone() for t in tensors]
+    for t in tensors:
+        t.fill_(-7)
     prefixes.update(3, positions + 1)
-    assert (prefixes._device == -7).all()  # nothing had changed
+    assert all((t == -7).all() for t in tensors)  # nothing had changed
     prefixes.reset()
     assert not prefixes.worthwhile
     prefixes.update(3, positions)
-    assert torch.equal(prefixes._device, before)
+    assert all(map(torch.equal, tensors, before))
     prefixes.update(4, positions)
     assert [(g.blocks, g.rows.tolist()) for g in prefixes.groups] == [(1, [0, 1, 3])]  # two blocks of two save as much
     prefixes.update(4, np.array([9, 7, 6, 7]))  # the second computes a token of its second block

@@ -94,7 +94,7 @@ def test_aborts_and_steps_that_fail_leave_the_groups_right(directory, recorded, 
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefixes, "_send", interrupted)
+    monkeypatch.setattr(prefixes, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
         generate(llm, prompts, params)
     assert not prefixes.worthwhile
