@@ -80,10 +80,6 @@ class ModelConfig:
         """The rotation of layers with full attention."""
         return self.ropes[0]
 
-    @property
-    def num_queries_per_kv(self) -> int:
-        return self.num_attention_heads // self.num_kv_heads
-
     @classmethod
     def from_dict(cls, c: Mapping[str, Any]) -> ModelConfig:
         """Parse a config.json; missing entries take the architecture's defaults in transformers.

@@ -22,12 +22,7 @@ def test_fields_of_a_config():
         )
     )  # fmt: skip
     assert (config.architecture, config.vocab_size, config.hidden_size) == ("Qwen3ForCausalLM", 100, 64)
-    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim, config.num_queries_per_kv) == (
-        4,
-        2,
-        24,
-        2,
-    )
+    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (4, 2, 24)
     assert (config.rms_norm_eps, config.max_position_embeddings, config.rope) == (1e-5, 777, RopeConfig(1e6))
     assert config.tie_word_embeddings and config.attention_bias and not config.mlp_bias
     assert (config.eos_token_ids, config.dtype, config.use_custom_kernels) == ((7, 8), "bfloat16", False)

@@ -76,7 +76,7 @@ def bench(
         _warn_of_slow_choices(ops, results, where, origins)
     write_json(None if save is None else str(save), document)
     if save_table is not None:
-        print(f"wrote {_save_table(where, results, save_table, document['date'])}")
+        print(f"wrote {write_table(where, results, save_table, document['date'])}")
 
 
 def _measure(
@@ -220,7 +220,7 @@ def _warn_of_slow_choices(
             print(f"{name} {m.case}: {m.provider} is faster than {chosen}, which is chosen")
 
 
-def _save_table(where: torch.device, results: list[Measurement], directory: Path, date: str) -> Path:
+def write_table(where: torch.device, results: list[Measurement], directory: Path, date: str) -> Path:
     import torch
 
     from nanovllm.hardware.gpu_name import canonical_gpu_name

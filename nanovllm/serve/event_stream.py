@@ -57,9 +57,6 @@ class EventStream:
         await self._exchange.write(data)
         self._blocked = False
 
-    async def send_json(self, value: Any) -> None:
-        await self.send(event(value))
-
     async def finish(self, data: bytes = b"") -> None:
         """Send the last events and end the answer."""
         if data:

@@ -57,7 +57,7 @@ class SimulatedRunner:
         if fails or self.broken:
             for part in step.parts:
                 for position in range(part.start, part.start + part.num_tokens):
-                    self.simulated.cache[self.simulated._cell(part.seq, position)] = None
+                    self.simulated.cache[self.simulated.cell(part.seq, position)] = None
             self.simulated.last_tokens.clear()
         if fails == "launch":
             self.broken = False

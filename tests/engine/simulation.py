@@ -99,26 +99,26 @@ class Device:
             for position in range(part.start, part.start + part.num_tokens):
                 token = self._input(part, position)
                 assert token == truth.tokens[position], f"{part} computes token {token} at {position}, not its own"
-                cell = self._cell(part.seq, position)
+                cell = self.cell(part.seq, position)
                 assert cell not in written, f"{part} writes a cell that another part of the step writes"
                 written.add(cell)
                 self.cache[cell] = truth.chain[position]
         if all(part.num_tokens == 1 for part in step.parts) or step.kind is StepKind.PIGGYBACKED:
             for part in step.parts:
-                past = {self._cell(part.seq, position) for position in range(part.start)}
+                past = {self.cell(part.seq, position) for position in range(part.start)}
                 assert not past & written, f"{part} attends to what another part of the step writes"
         sampled = []
         for part in step.parts:
             end = part.start + part.num_tokens
             truth = self._truth(part.seq)
             for position in range(end):
-                seen = self.cache.get(self._cell(part.seq, position))
+                seen = self.cache.get(self.cell(part.seq, position))
                 assert seen == truth.chain[position], f"{part} sees at {position} what is not its own past"
             if part.samples:
                 assert self.penalty_state[part.seq_slot] == truth.tokens[:end], (
                     f"{part}: the seq_slot's token counts are of others"
                 )
-                sampled.append((part.seq_slot, next_token(self.cache[self._cell(part.seq, end - 1)], part.seq.seed)))
+                sampled.append((part.seq_slot, next_token(self.cache[self.cell(part.seq, end - 1)], part.seq.seed)))
         for slot, token in sampled:
             self.last_tokens[slot] = token
             self.penalty_state[slot].append(token)
@@ -129,7 +129,7 @@ class Device:
             self._truths[id(seq)] = seq, Truth(seq.token_ids[: seq.prompt_len], seq.seed)
         return self._truths[id(seq)][1]
 
-    def _cell(self, seq: Sequence, position: int) -> int:
+    def cell(self, seq: Sequence, position: int) -> int:
         return seq.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def _input(self, part, position: int) -> int:

@@ -128,7 +128,7 @@ class BatchDevice(Device):
             row += part.num_tokens
             assert tokens[rows] == truth[part.start : positions.stop]
             assert batch.tokens[1, rows].tolist() == list(positions)
-            assert batch.tokens[2, rows].tolist() == [self._cell(part.seq, p) for p in positions]
+            assert batch.tokens[2, rows].tolist() == [self.cell(part.seq, p) for p in positions]
             num_blocks = -(-positions.stop // self.block_size)
             assert batch.block_table[i, :num_blocks].tolist() == part.seq.block_table[:num_blocks]
             if i < batch.num_decodes:

@@ -204,11 +204,9 @@ def test_a_gguf_file_of_floats_is_quantised(tmp_path):
     assert got[0] == got[1]
 
 
-def test_large_matrices_are_quantised_a_part_at_a_time(monkeypatch):
-    from nanovllm.weights.quantization import online
-
+def test_large_matrices_are_quantised_a_part_at_a_time():
     weight = drawn(400, 256)
     whole = to_fp8(weight), to_int(weight, 4, 64)
-    monkeypatch.setattr(online, "WEIGHTS_AT_ONCE", 128 * 256)
-    for one, parts in zip(whole, (to_fp8(weight), to_int(weight, 4, 64))):
+    split = to_fp8(weight, at_once=128 * 256), to_int(weight, 4, 64, at_once=128 * 256)
+    for one, parts in zip(whole, split):
         assert all(torch.equal(a, b) for a, b in zip(one.planes.values(), parts.planes.values()))

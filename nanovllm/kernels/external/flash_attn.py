@@ -50,7 +50,7 @@ class Variant:
         return None if reason is None else f"{who} is installed but cannot run ({reason})"
 
 
-_FEW = 16
+FEW_QUERIES = 16
 """Query tokens a sequence for which FlashAttention 2 is asked to split contexts."""
 
 _VLLM = "vllm.vllm_flash_attn.flash_attn_interface", ("flash_attn_varlen_func",), "vllm"
@@ -245,7 +245,7 @@ def _call_flash_attn_4(q, kv, starts, max_query_len, scale, sides, soft_cap):
 
 
 def _call_flash_attn_2(q, kv, starts, max_query_len, scale, sides, soft_cap):
-    if max_query_len <= _FEW and kv.num_seqs * max_query_len == q.shape[0]:
+    if max_query_len <= FEW_QUERIES and kv.num_seqs * max_query_len == q.shape[0]:
         # No run is longer, so all are as long: this function splits long contexts over the GPU.
         o = _function("flash_attn", "flash_attn_with_kvcache")(
             q.unflatten(0, (kv.num_seqs, max_query_len)), kv.k_cache, kv.v_cache, cache_seqlens=kv.context_lens,

@@ -5,8 +5,8 @@ import triton
 
 _COUNTERS = 1 << 16
 
-# The arrival counters of a stream. They outlive a launch: each launch leaves them zero for the next.
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+"""The arrival counters of a device's stream. They outlive a launch: each launch leaves them zero for the next."""
 
 
 def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
@@ -17,13 +17,13 @@ def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
     launch instead.
     """
     stream = triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
-    buffer = _counters.get((device, stream))
+    buffer = buffers.get((device, stream))
     if buffer is None or buffer.shape[0] < count:
         buffer = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return buffer
         _kept.append(buffer)
-        _counters[device, stream] = buffer
+        buffers[device, stream] = buffer
     return buffer
 
 

@@ -34,13 +34,14 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Shares of the full range that int4 tries: a smaller scale clips the largest weights, and rounds the others less."""
 
 
-def to_fp8(weight: torch.Tensor, quantises_activations: bool = True) -> Fp8Matrix:
+def to_fp8(weight: torch.Tensor, quantises_activations: bool = True, at_once: int = WEIGHTS_AT_ONCE) -> Fp8Matrix:
     """weight [rows, columns], any float dtype, in blocks of 128 x 128, each scaled so that its largest value is 448.
 
     Args:
         quantises_activations: as of `Fp8Matrix`.
+        at_once: weights that are quantised together.
     """
-    parts = [_to_fp8(part) for part in weight.split(_rows_at_once(weight))]
+    parts = [_to_fp8(part) for part in weight.split(_rows(weight, at_once))]
     return Fp8Matrix(
         torch.cat([part.weight.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
         torch.cat([part.scale for part in parts]),
@@ -48,9 +49,9 @@ def to_fp8(weight: torch.Tensor, quantises_activations: bool = True) -> Fp8Matri
     )
 
 
-def _rows_at_once(weight: torch.Tensor) -> int:
+def _rows(weight: torch.Tensor, at_once: int) -> int:
     """Rows that are quantised together, a multiple of 128."""
-    return max(1, WEIGHTS_AT_ONCE // max(1, weight.shape[1]) // BLOCK) * BLOCK
+    return max(1, at_once // max(1, weight.shape[1]) // BLOCK) * BLOCK
 
 
 def _to_fp8(weight: torch.Tensor) -> Fp8Matrix:
@@ -69,9 +70,12 @@ def group_size(columns: int) -> int | None:
     return next((size for size in (GROUP_SIZE, 64, 32, 16) if columns % size == 0), None)
 
 
-def to_int(weight: torch.Tensor, bits: int, group: int) -> IntMatrix:
+def to_int(weight: torch.Tensor, bits: int, group: int, at_once: int = WEIGHTS_AT_ONCE) -> IntMatrix:
     """weight [rows, columns] in symmetric groups, whose scales (float16, or float32 beyond its range) have the least
     squared error among a few.
+
+    Args:
+        at_once: weights that are quantised together.
 
     Raises:
         ValueError: the groups do not divide the columns.
@@ -79,7 +83,7 @@ def to_int(weight: torch.Tensor, bits: int, group: int) -> IntMatrix:
     if weight.shape[1] % group:
         raise ValueError(f"{weight.shape[1]} columns cannot be in groups of {group}")
     dtype = torch.float16 if bool((weight.abs() < 2**15).all()) else torch.float32
-    parts = [_to_int(part, bits, group, dtype) for part in weight.split(_rows_at_once(weight))]
+    parts = [_to_int(part, bits, group, dtype) for part in weight.split(_rows(weight, at_once))]
     whole = parts[0].joined(parts[1:]) if len(parts) > 1 else parts[0]
     assert whole is not None
     return whole

@@ -288,7 +288,7 @@ class StateDevice(Device):
             for row, part in zip(rows, step.parts):
                 truth = self._truth(part.seq).upto(part.start + 1).tokens
                 assert batch.token_ids[row] == truth[part.start] and batch.positions[row] == part.start
-                assert batch.metadata.slot_mapping[row] == self._cell(part.seq, part.start)
+                assert batch.metadata.slot_mapping[row] == self.cell(part.seq, part.start)
                 assert batch.metadata.context_lens[row] == part.start + 1 == draws[row]
                 num_blocks = part.start // self.block_size + 1
                 assert batch.metadata.block_table[row, :num_blocks].tolist() == part.seq.block_table[:num_blocks]

@@ -57,13 +57,13 @@ def fa4(q, k, v, *, cu_seqlens_q, seqused_k, max_seqlen_q, max_seqlen_k, page_ta
 def fa2(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, block_table, **options):
     assert cu_seqlens_k.dtype == torch.int32 and cu_seqlens_k[0] == 0
     # Else the other one splits contexts.
-    assert max_seqlen_q > flash_attn._FEW or len(q) < max_seqlen_q * (len(cu_seqlens_q) - 1)
+    assert max_seqlen_q > flash_attn.FEW_QUERIES or len(q) < max_seqlen_q * (len(cu_seqlens_q) - 1)
     return attend(q, k, v, block_table, cu_seqlens_q, cu_seqlens_k.diff(), max_seqlen_q, **options)
 
 
 def fa2_decode(q, k, v, *, cache_seqlens, block_table, **options):
     num_seqs, n = q.shape[:2]
-    assert 1 <= n <= flash_attn._FEW and len(cache_seqlens) == num_seqs
+    assert 1 <= n <= flash_attn.FEW_QUERIES and len(cache_seqlens) == num_seqs
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * n
     o = attend(q.flatten(0, 1), k, v, block_table, starts, cache_seqlens, n, **options)
     return o.unflatten(0, (num_seqs, n))

@@ -159,7 +159,7 @@ def test_bench_shows_whole_calls_and_those_without_a_plan(planner, tmp_path, mon
 
     def table(*results):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-        path = kernels_bench._save_table(torch.device("cuda", 0), list(results), tmp_path / "tables", "2026-01-01")
+        path = kernels_bench.write_table(torch.device("cuda", 0), list(results), tmp_path / "tables", "2026-01-01")
         return json.loads(path.read_text())
 
     slow = [measured("native", (1,), 1.0), measured("planner", (1,), 2.0)]

@@ -15,10 +15,10 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
 from nanovllm.kernels.ops.checks import FP8
+from nanovllm.kernels.triton import counters
 from nanovllm.kernels.triton.attention import decode
 from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
 from nanovllm.kernels.triton.attention.decode_plan import plan_decode
-from nanovllm.kernels.triton.counters import _counters
 from nanovllm.kernels.triton.gemm import hopper_product
 from tests.kernels.flat import flat
 from tests.kernels.triton.attention.hopper_calls import (
@@ -348,4 +348,4 @@ def test_a_thousand_replays(count, longest):
         for _ in range(20):
             graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(out, first))
-    assert all((c == 0).all() for c in _counters.values()), "counters are not left zero"
+    assert all((c == 0).all() for c in counters.buffers.values()), "counters are not left zero"

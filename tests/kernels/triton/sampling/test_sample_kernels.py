@@ -139,7 +139,7 @@ def test_a_row_does_not_depend_on_its_dtype(filters):
 def test_the_counters_are_left_at_zero():
     for filters in ("", "p"):
         sample(randn(3, 9000, torch.float32), *arguments(3, 9000, filters))
-    assert all(not buffer.any() for buffer in counters._counters.values()) and counters._counters
+    assert all(not buffer.any() for buffer in counters.buffers.values()) and counters.buffers
 
 
 @pytest.mark.parametrize("filters", ["", "kpm"])
