@@ -26,102 +26,117 @@ ROOT = Path(__file__).resolve().parent
 
 
 def parser() -> argparse.ArgumentParser:
-    from nanovllm.arguments import full_dtype
-    from nanovllm.bench.engines import ENGINES
-    from nanovllm.bench.workloads import WORKLOADS
-    from nanovllm.config import ONLINE_QUANTIZATION
-    from nanovllm.json_output import HELP as JSON_HELP
-
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = p.add_argument_group("the model")
-    model.add_argument("--model", help="a directory, a hub id, or a .gguf file, with its weights")
-    model.add_argument("--preset", help="a published shape with random weights: qwen3-0.6b, llama3-8b, ...")
-    model.add_argument(
+    _add_model(p.add_argument_group("the model"))
+    _add_load(p.add_argument_group("the load"))
+    _add_engine(p.add_argument_group("the engine"))
+    _add_output(p.add_argument_group("what comes out"))
+    p.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    return p
+
+
+def _add_model(group: Any) -> None:
+    from nanovllm.arguments import full_dtype
+    from nanovllm.config import ONLINE_QUANTIZATION
+
+    group.add_argument("--model", help="a directory, a hub id, or a .gguf file, with its weights")
+    group.add_argument("--preset", help="a published shape with random weights: qwen3-0.6b, llama3-8b, ...")
+    group.add_argument(
         "--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's"
     )
-    model.add_argument("--quantization", choices=ONLINE_QUANTIZATION, help="quantise weights while they are loaded")
-    model.add_argument("--lm-head-quantization", choices=("fp8", "int8"), help="the same of the LM head")
-    model.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
-    model.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
-    load = p.add_argument_group("the load")
+    group.add_argument("--quantization", choices=ONLINE_QUANTIZATION, help="quantise weights while they are loaded")
+    group.add_argument("--lm-head-quantization", choices=("fp8", "int8"), help="the same of the LM head")
+    group.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
+    group.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
+
+
+def _add_load(group: Any) -> None:
+    from nanovllm.bench.workloads import WORKLOADS
+
     named = "; ".join(f"{w.name}: {w.description}" for w in WORKLOADS.values())
-    load.add_argument("--workload", help=f"names, separated by commas; prompts x input -> output tokens: {named}")
-    load.add_argument("--num-requests", type=int, help="a load of your own, with --input-len and --output-len")
-    load.add_argument("--input-len", help="tokens, or bounds: 100-1024")
-    load.add_argument("--output-len", help="tokens, or bounds")
-    load.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
-    load.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
-    load.add_argument("--rounds", type=int, default=1, help="how many times to run all engines, one after the other")
-    load.add_argument("--temperature", type=float, default=0.6, help="temperature of every request; 0: greedy")
-    load.add_argument("--top-p", type=float, default=1.0, help="top-p of every request")
-    load.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed ones")
-    load.add_argument(
+    group.add_argument("--workload", help=f"names, separated by commas; prompts x input -> output tokens: {named}")
+    group.add_argument("--num-requests", type=int, help="a load of your own, with --input-len and --output-len")
+    group.add_argument("--input-len", help="tokens, or bounds: 100-1024")
+    group.add_argument("--output-len", help="tokens, or bounds")
+    group.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
+    group.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
+    group.add_argument("--rounds", type=int, default=1, help="how many times to run all engines, one after the other")
+    group.add_argument("--temperature", type=float, default=0.6, help="temperature of every request; 0: greedy")
+    group.add_argument("--top-p", type=float, default=1.0, help="top-p of every request")
+    group.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed ones")
+    group.add_argument(
         "--limit",
         type=float,
         metavar="SECONDS",
         help="seconds after which a row ends, loading not counted; the repeats that are done are shown",
     )
-    load.add_argument("--seed", type=int, default=0)
-    how = p.add_argument_group("the engine")
-    how.add_argument("--engine", default="nanovllm", help=f"any of {','.join(ENGINES)}")
-    how.add_argument(
+    group.add_argument("--seed", type=int, default=0)
+
+
+def _add_engine(group: Any) -> None:
+    from nanovllm.bench.engines import ENGINES
+
+    group.add_argument("--engine", default="nanovllm", help=f"any of {','.join(ENGINES)}")
+    group.add_argument(
         "--vllm-plugin", action="store_true", help="measure vLLM a second time, with nanovllm's kernels in it"
     )
-    how.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
-    how.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
-    how.add_argument(
+    group.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
+    group.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
+    group.add_argument(
         "--cpu-activations",
         choices=("float32", "int8"),
         help="type of the activations that quantised weights are multiplied with, on a CPU",
     )
-    how.add_argument("--compare", action="store_true", help="measure with and without custom kernels")
-    how.add_argument("--ablate", action="store_true", help="measure with each op's custom kernel off in turn")
-    how.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    how.add_argument(
+    group.add_argument("--compare", action="store_true", help="measure with and without custom kernels")
+    group.add_argument("--ablate", action="store_true", help="measure with each op's custom kernel off in turn")
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    group.add_argument(
         "--activation-quantization",
         action=argparse.BooleanOptionalAction,
         help="8-bit activations for fp8 weights in steps of many tokens (the default)",
     )
-    how.add_argument(
+    group.add_argument(
         "--capture-prefill",
         action=argparse.BooleanOptionalAction,
         help="CUDA graphs for steps with prompts too (the default)",
     )
-    how.add_argument(
+    group.add_argument(
         "--ride-prompts",
         action=argparse.BooleanOptionalAction,
         help="compute prompts within decode steps; by default the engine decides by the model",
     )
-    how.add_argument(
+    group.add_argument(
         "--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model; then no profile is made"
     )
-    how.add_argument("--gpu-memory-utilization", type=float)
-    how.add_argument("--max-num-seqs", type=int)
-    how.add_argument("--max-num-batched-tokens", type=int)
-    out = p.add_argument_group("what comes out")
-    out.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
-    out.add_argument("--profile-dir", type=Path, default=Path("profiles"))
-    out.add_argument("--plots", action="store_true", help="also write the report's figures as PNG files")
-    out.add_argument("--report", type=Path, help="only draw the reports of an earlier profile.json")
-    out.add_argument("--json", metavar="FILE|-", help=JSON_HELP[0].lower() + JSON_HELP[1:])
-    out.add_argument("--wide", action="store_true", help="all columns, however wide the table is")
-    out.add_argument("--results", type=Path, default=ROOT / "results", help="where results are kept")
-    out.add_argument("--save", action="store_true", help="keep this run's results")
-    out.add_argument(
+    group.add_argument("--gpu-memory-utilization", type=float)
+    group.add_argument("--max-num-seqs", type=int)
+    group.add_argument("--max-num-batched-tokens", type=int)
+
+
+def _add_output(group: Any) -> None:
+    from nanovllm.json_output import HELP as JSON_HELP
+
+    group.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
+    group.add_argument("--profile-dir", type=Path, default=Path("profiles"))
+    group.add_argument("--plots", action="store_true", help="also write the report's figures as PNG files")
+    group.add_argument("--report", type=Path, help="only draw the reports of an earlier profile.json")
+    group.add_argument("--json", metavar="FILE|-", help=JSON_HELP[0].lower() + JSON_HELP[1:])
+    group.add_argument("--wide", action="store_true", help="all columns, however wide the table is")
+    group.add_argument("--results", type=Path, default=ROOT / "results", help="where results are kept")
+    group.add_argument("--save", action="store_true", help="keep this run's results")
+    group.add_argument(
         "--check", action="store_true", help="compare this run's ratios with the kept ones; exit code 1 if one fell"
     )
-    out.add_argument("--history", action="store_true", help="only print how the kept results have changed")
-    out.add_argument(
+    group.add_argument("--history", action="store_true", help="only print how the kept results have changed")
+    group.add_argument(
         "--tables",
         type=Path,
         nargs="?",
         const=Path("-"),
         help="only write the tables of the kept results, to a file or to standard output",
     )
-    out.add_argument("--verbose", action="store_true", help="show what the engines print")
-    out.add_argument("--in-process", action="store_true", help="measure in this process, for debuggers")
-    p.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    return p
+    group.add_argument("--verbose", action="store_true", help="show what the engines print")
+    group.add_argument("--in-process", action="store_true", help="measure in this process, for debuggers")
 
 
 def main(arguments: list[str] | None = None, launch: Any = None) -> int:
