@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -197,7 +198,7 @@ class ChatAnswer:
         frames = []
         if not choice.begun:
             choice.begun = True
-            frames.append(self._frame({"index": piece.index, "delta": {"role": "assistant", "content": ""}}))
+            frames.append(self._first_frame(piece.index))
         ended = choice.finish_reason is not None
         if self._plain and not ended:
             for delta in deltas:
@@ -208,7 +209,7 @@ class ChatAnswer:
                     frames.append(self._frame({"index": piece.index, "delta": _delta(delta, choice)}))
             return b"".join(frames)
         told = [{"index": piece.index, "delta": _delta(delta, choice)} for delta in deltas]
-        if not told and (ended or rows or piece.token_ids):
+        if not told and (ended or rows or (self._request.return_token_ids and piece.token_ids)):
             told = [{"index": piece.index, "delta": {}}]
         if told:
             # The log-probabilities of the tokens go with the first of the texts that they made, or with none.
@@ -219,8 +220,16 @@ class ChatAnswer:
             told[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return b"".join([*frames, *map(self._frame, told)])
 
-    def _frame(self, choice: dict[str, Any]) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": [{"logprobs": None, "finish_reason": None, **choice}]}
+    def _first_frame(self, index: int) -> bytes:
+        """The role of a choice, with the prompt's tokens if they are wanted."""
+        prompt = {}
+        if self._request.return_token_ids and self._first is not None:
+            prompt = {"prompt_token_ids": self._first.prompt_token_ids}
+        return self._frame({"index": index, "delta": {"role": "assistant", "content": ""}}, prompt)
+
+    def _frame(self, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        choices = [{"logprobs": None, "finish_reason": None, **choice}]
+        chunk: dict[str, Any] = {**self._head, "choices": choices, **more}
         if self._usage.wanted:
             chunk["usage"] = self._usage.now()
         return event(chunk)
