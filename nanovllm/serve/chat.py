@@ -66,7 +66,7 @@ class Conversation:
             variables |= _reasoning_effort(request.reasoning_effort, template or "")
         self.prompt = service.render(
             request.messages, variables, tools=self.tools.template_tools,
-            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
         )  # fmt: skip
         self._plan = AnswerPlan.of(self.tools, self.prompt, template)
@@ -159,6 +159,7 @@ class ChatAnswer:
             "id": f"chatcmpl-{request_id}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": int(time.time()), "model": service.model_name,
+            "system_fingerprint": service.fingerprint,
         }  # fmt: skip
         self._choices: dict[int, Choice] = {}
         self._first: RequestOutput | None = None

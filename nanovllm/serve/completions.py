@@ -95,7 +95,7 @@ class CompletionAnswer:
         self._token_text = service.engine.maker.decoder.token_text if service.engine.maker.decoder else str
         self._head = {
             "id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.model_name, "system_fingerprint": service.fingerprint,
         }  # fmt: skip
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, RequestOutput] = {}

@@ -51,9 +51,11 @@ def test_token_ids_in_a_stream(server, path):
     body = asked | {"max_tokens": 6, "n": 2, "seed": 1, "return_token_ids": True}
     whole = server.post(path, **body)
     expected = {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
+    assert whole["system_fingerprint"].startswith("nanovllm-")
     found, prompts = {0: [], 1: []}, {0: [], 1: []}
     for chunk in server.events(path, **body):
         for choice in [] if chunk == "[DONE]" else chunk["choices"]:
+            assert chunk["system_fingerprint"] == whole["system_fingerprint"]
             tokens, prompt = choice.get("token_ids"), (choice | chunk).get("prompt_token_ids")
             found[choice["index"]] += tokens or []
             prompts[choice["index"]] += [] if prompt is None else [prompt]
