@@ -66,7 +66,7 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
         scales=(1.0, 50.0),
     ),
     cost=cost,
-    # The dtype's own, and what a tensor core of Hopper loses that keeps 14 bits of a sum, up to 2^-13 in each step of 32
+    # The dtype's own, and what a tensor core of Hopper loses that keeps 14 bits of a sum, up to 2^-13 each step of 32
     # columns: of 4,096 columns 1.6 %. Source: DeepSeek-V3, 3.3.2. The library was seen to keep no more.
     tolerance={dtype: TOLERANCE[dtype] + 4096 / 32 * 2.0**-13 for dtype in (torch.float16, torch.bfloat16)},
 )  # fmt: skip
