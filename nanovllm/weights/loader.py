@@ -25,6 +25,7 @@ from nanovllm.weights.dummy import fill_random
 from nanovllm.weights.packed_layers import PackedLayers, Place, ShardPlanes
 from nanovllm.weights.packed_loader import load_packed, pack_model
 from nanovllm.weights.places import Shards, find_places, parts_of
+from nanovllm.weights.prepacked_layers import prepack_layers
 from nanovllm.weights.quantization.online import Quantiser
 from nanovllm.weights.quantization.resolve import packed_blocks, packed_modules, stored_shards
 from nanovllm.weights.quantization.storage import Storage
@@ -73,7 +74,10 @@ def load_model(
         packed_layers = layers(model, {}, {})
         fill_random(model, seed, packed_layers)
         packed_layers.finish(checkpoint)
-        return pack_model(model, kernels, max_position, packed) if packed else model.eval()
+        if packed:
+            return pack_model(model, kernels, max_position, packed)
+        prepack_layers(model, kernels)
+        return model.eval()
     assert checkpoint.path is not None
     files = gguf if checkpoint.format == "gguf" else safetensors_files
     layout = SourceLayout(checkpoint.config, checkpoint.format)
@@ -104,6 +108,7 @@ def load_model(
         stored = files.iter_tensors(checkpoint.path, stored_parts)
     copy_weights(model, places, layout.tensors(stored, parts, packed_layers.names), packed_layers)
     packed_layers.finish(checkpoint)
+    prepack_layers(model, kernels)
     return model.eval()
 
 

@@ -11,7 +11,7 @@ from nanovllm.kernels import extra, ops
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
 from nanovllm.kernels.cuda.packed.library import packed_support
-from nanovllm.kernels.external import flash_attn, flashinfer, symm_mem
+from nanovllm.kernels.external import flash_attn, flashinfer, onednn, symm_mem
 from nanovllm.kernels.op.availability import interpretable_dot, triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider
@@ -88,6 +88,12 @@ for _op in (
 ops.all_reduce.add(Provider("symm_mem", f"{symm_mem.__name__}:all_reduce", symm_mem.support))
 ops.all_reduce.add(Provider("multimem", f"{symm_mem.__name__}:all_reduce_multimem", symm_mem.multimem_support))
 ops.decoder_step.add(Provider("cpu", "nanovllm.kernels.cpu.library:decoder_step", cpu_support))
+ops.linear.add(
+    Provider(
+        "onednn", f"{onednn.__name__}:linear", onednn.support, onednn.accepts,
+        num_tokens=onednn.num_tokens_linear, prepack=onednn.prepack_linear,
+    )
+)  # fmt: skip
 ops.sample.add(Provider("cpu", "nanovllm.kernels.cpu.library:sample", cpu_support, _float32_logits))
 
 for _op in (ops.attention_decode, ops.attention_prefill):

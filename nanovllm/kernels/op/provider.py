@@ -14,17 +14,34 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 NATIVE = "native"
-CAPABILITIES = ("capturable", "takes_out", "takes_concurrent", "takes_fresh", "num_tokens", "planned")
+CAPABILITIES = ("capturable", "takes_out", "takes_concurrent", "takes_fresh", "num_tokens", "planned", "prepack")
 """Fields of `Provider` that say what its function can do."""
 
 Support = Callable[[torch.device], "str | None"]
+
+
+class Prepacked(Protocol):
+    """A weight [rows, columns] in the form that a provider multiplies with fastest."""
+
+    operand: torch.Tensor
+    """What the provider's function takes as its weight: [rows, columns], of the weight's dtype, maybe opaque."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+
+    def dense(self) -> torch.Tensor:
+        """[rows, columns], the weight, of its dtype."""
+
+    def rows(self, index: torch.Tensor) -> torch.Tensor:
+        """The rows that int64 [n] names: [n, columns]. Only if it was made to be readable."""
 
 
 class KernelError(RuntimeError):
@@ -64,6 +81,8 @@ class Provider:
             reuse otherwise.
         num_tokens: (weight) -> the numbers of tokens for which a layer should call this provider instead of the
             separate ops, as a container of ints. None: any number.
+        prepack: (weight [rows, columns], whether rows must be readable) -> the `Prepacked` weight, with which a layer
+            replaces its own; None: the weight stays as it is.
         planned: (a call's arguments) -> a function without parameters that runs the call with the host's planning done.
 
     Raises:
@@ -82,6 +101,7 @@ class Provider:
     takes_fresh: bool = False
     num_tokens: Callable[[torch.Tensor], Container[int]] | str | None = None
     planned: Callable[..., Callable[[], Any]] | str | None = None
+    prepack: Callable[[torch.Tensor, bool], Prepacked | None] | str | None = None
 
     def __post_init__(self) -> None:
         name, known = self.name, r"any|sm_\d+[af]?\+?(, ?sm_\d+[af]?\+?)*"
@@ -102,6 +122,11 @@ class Provider:
     def num_tokens_fn(self) -> Callable[[torch.Tensor], Container[int]] | None:
         """`num_tokens` as a function."""
         return imported(self.num_tokens) if isinstance(self.num_tokens, str) else self.num_tokens
+
+    @cached_property
+    def prepack_fn(self) -> Callable[[torch.Tensor, bool], Prepacked | None] | None:
+        """`prepack` as a function."""
+        return imported(self.prepack) if isinstance(self.prepack, str) else self.prepack
 
     @cached_property
     def planned_fn(self) -> Callable[..., Callable[[], Any]] | None:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # What is tried, in this order, on a GPU for which nothing was measured.
 PREFERRED = ("triton", NATIVE)
-PREFERRED_ON_CPU = ("cpu", NATIVE)  # a Triton kernel runs there in Triton's interpreter, which is to test it
+PREFERRED_ON_CPU = ("cpu", "onednn", NATIVE)  # a Triton kernel runs there in Triton's interpreter, which is to test it
 
 Decorate = Callable[[str, str, Callable[..., Any]], Callable[..., Any]]
 """(op, provider, function) -> the function to call in its place, for example one that records what it is given."""

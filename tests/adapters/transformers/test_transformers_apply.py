@@ -48,7 +48,8 @@ def test_every_op_runs(op, model):
 
 
 def test_a_report_names_modules_ops_and_providers(model):
-    report = apply(model, ops=OPS, exclude=["lm_head", "Qwen3MLP"])
+    ops = dict.fromkeys(OPS, ()) | {"linear": "native"}  # oneDNN leaves dense weights to PyTorch
+    report = apply(model, ops=ops, exclude=["lm_head", "Qwen3MLP"])
     rows = {(row.module, row.op): row for row in report.replaced}
     assert rows["Qwen3RMSNorm", "rms_norm"].count == 9 and rows["Qwen3RMSNorm", "rms_norm"].provider == "native"
     assert rows["Linear", "linear"].count == 2  # the output projections: others are packed or excluded
