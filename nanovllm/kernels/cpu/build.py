@@ -2,8 +2,9 @@
 
 The library is built in a few seconds with the system's compiler, and kept in `$NANOVLLM_CACHE` (else ~/.cache/nanovllm)
 under a hash of the sources, the flags, the compiler's version and the processor's features: it is never stale. Several
-processes may want it at once: each builds into a file of its own and moves that into place. A library is loaded only
-from a directory that belongs to this user and that others cannot write to.
+processes may want it at once, such as a server's replicas: one builds it into a file of its own and moves that into
+place, and the others wait. A library is loaded only from a directory that belongs to this user and that others cannot
+write to.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.kernels.cuda.build import make_private, not_private
+from nanovllm.kernels.cuda.build import exclusive, make_private, not_private
 
 FLAGS = (
     "-std=c++20", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
@@ -96,10 +97,16 @@ def load_library() -> ctypes.CDLL:
     path = library_path()
     make_private(path.parent)
     if not path.exists():
-        logger.warning("compiling the C++ kernels for this processor: once, in about 10 s")
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-            _compile(Path(directory)).replace(path)
+        with exclusive(path.parent):
+            if not path.exists():  # else another process was faster
+                _build(path)
     return ctypes.CDLL(str(path))
+
+
+def _build(path: Path) -> None:
+    logger.warning("compiling the C++ kernels for this processor: once, in about 10 s")
+    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+        _compile(Path(directory)).replace(path)
 
 
 def _compile(directory: Path) -> Path:

@@ -205,7 +205,7 @@ def load_library(capability: tuple[int, int], folder: Path = SOURCES) -> Any:
     with _thread_lock:
         make_private(directory)
         if not _is_built(directory):
-            with _exclusive(directory):
+            with exclusive(directory):
                 if not _is_built(directory):  # else another process was faster
                     _build(name, directory, capability, folder)
         torch.ops.load_library(str(directory / f"{name}.so"))
@@ -217,7 +217,7 @@ def _is_built(directory: Path) -> bool:
 
 
 @contextmanager
-def _exclusive(directory: Path) -> Iterator[None]:
+def exclusive(directory: Path) -> Iterator[None]:
     """One process at a time; the kernel drops the lock with the process that holds it."""
     import fcntl
 

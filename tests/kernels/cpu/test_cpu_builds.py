@@ -1,5 +1,6 @@
 """The C++ with sanitizers, and compiled for processors with fewer instructions than this one."""
 
+import multiprocessing
 import os
 import platform
 import subprocess
@@ -49,3 +50,34 @@ def test_every_kind_of_processor_gives_the_same(arch):
         env=os.environ | {"NANOVLLM_CPU_ARCH": arch}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def load_anew(barrier):
+    build.load_library.cache_clear()
+    barrier.wait(20)
+    build.load_library()
+
+
+def test_of_several_processes_one_compiles(tmp_path, monkeypatch):
+    calls, compiler = tmp_path / "calls", tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\necho "$*" >> {calls}\nfor last; do :; done\n'
+        f'exec {build.compiler()} -shared -fPIC -x c++ /dev/null -o "$last"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
+    build.compiler.cache_clear()
+    try:
+        context = multiprocessing.get_context("fork")
+        barrier = context.Barrier(3)
+        processes = [context.Process(target=load_anew, args=(barrier,)) for _ in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        build.compiler.cache_clear()
+    compiled = [call for call in calls.read_text().splitlines() if " -c " in call]
+    assert len(compiled) == 3, compiled  # the parts of the library, each once
