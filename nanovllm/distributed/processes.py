@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -208,6 +209,8 @@ def _exit_of(process: subprocess.Popen[bytes]) -> str:
         code = process.wait(2.0)
     except subprocess.TimeoutExpired:
         return "closed its connection"
+    if code == -signal.SIGKILL:
+        return f"was killed by signal {-code}, which the system sends if its memory runs out"
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 

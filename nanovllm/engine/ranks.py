@@ -42,6 +42,8 @@ T = TypeVar("T")
 CHECK_VARIABLE = "NANOVLLM_CHECK"
 _CHECK_STEPS = 16
 _STUCK_SECONDS = 20.0
+_NOT_STARTED = "it has not started; pass a larger rank_timeout if the machine is slow"
+_TIMED_OUT = "Timed out"  # Gloo's words, whose error has no type of its own
 _SIZES = range(1, 65)
 
 
@@ -177,7 +179,7 @@ class Leader(Ranks):
     def started(self, make: Callable[[], T]) -> T:
         with self._stopped_on_failure():
             timeout = self._config.rank_timeout
-            self._processes.receive("started", timeout, "it has not started")
+            self._processes.receive("started", timeout, _NOT_STARTED)
             meet = _Meet(self._processes, timeout)
             group = join(Path(self._directory), 0, self._size, self._device, timeout, meet)
             self._groups.append(group)
@@ -204,6 +206,9 @@ class Leader(Ranks):
             if isinstance(error, RuntimeError) and not isinstance(error, RankError):
                 self._processes.wait_for_failure()  # perhaps another rank broke the connection
             failure = self._processes.failure
+            if failure is None and _TIMED_OUT in str(error):
+                ranks = "rank 1" if self._size == 2 else f"one of the ranks 1 to {self._size - 1}"
+                failure = f"{ranks} did not come to a sum over the ranks for {self._config.rank_timeout:g} s; it hangs"
             self._processes.expect_return(False)
             self._processes.fail(f"rank 0 of {self._size} failed: {type(error).__name__}: {error}")
             self.close()

@@ -94,7 +94,10 @@ def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (dict(size=3), "4 q heads cannot be divided by tensor_parallel_size=3; sizes that this model allows: 1, 2, 4"),
+        (
+            dict(size=3),
+            "4 query heads cannot be divided by tensor_parallel_size=3; sizes that this model allows: 1, 2, 4",
+        ),
         (dict(device="cpu:0"), "device='cpu:0' with tensor_parallel_size=2: each rank has a device of its own"),
     ],
 )
@@ -104,6 +107,10 @@ def test_bad_arguments(directory, arguments, said):
 
 
 FAULTS = {
+    "stops": (
+        "from nanovllm.kernels import sample\n@sample.provider('other')\ndef other(*arguments): time.sleep(300)",
+        "rank 1 did not come to a sum over the ranks for 20 s; it hangs",
+    ),
     "hangs": ("time.sleep(300)", "rank 1 did not answer for 3 s: it"),
     "fails": (
         "from nanovllm.engine import model_runner; model_runner.load_model = None",
@@ -121,7 +128,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in ("fails", "differs"))) for f in FAULTS]
+    "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in ("fails", "differs", "stops"))) for f in FAULTS]
 )
 def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
     """A plugin does something else in the process of rank 1."""
@@ -138,7 +145,10 @@ def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
     before = children()
     with pytest.raises(RuntimeError, match=said):
         llm = make(
-            directory, kernel_plugins=[str(plugin)], use_custom_kernels=True, rank_timeout=3 if fault == "hangs" else 60
+            directory,
+            kernel_plugins=[str(plugin)],
+            use_custom_kernels=True,
+            rank_timeout={"hangs": 3, "stops": 20}.get(fault, 60),
         )
         llm.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
     assert gone(children() - before)

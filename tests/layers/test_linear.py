@@ -53,7 +53,7 @@ def test_the_default_is_a_single_rank():
 
 
 def test_a_size_that_does_not_divide_is_named():
-    with pytest.raises(ValueError, match="7 q heads cannot be divided by tensor_parallel_size=2"):
+    with pytest.raises(ValueError, match="7 query heads cannot be divided by tensor_parallel_size=2"):
         with split_over(Rank(0, 2)):
             QKVParallelLinear(HIDDEN, 7, 1, 4)
 
