@@ -1,12 +1,13 @@
 """What tensor parallelism costs and gains: sums over ranks by each provider, and a model's rate on 1, 2, ... GPUs.
 
-    python -m benchmarks.tensor_parallel              # Qwen3-8B's shape with random weights, on 1 and 2 GPUs
+    python -m benchmarks.tensor_parallel      # shapes of Qwen3-8B and 32B with random weights, on 1 and 2 GPUs
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2,4 --sequences 1,32 --no-collectives
+    python -m benchmarks.tensor_parallel --limit 280    # ends after 280 s; what was measured by then is printed
 
 Sums are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts of 128
-tokens, 256 greedy output tokens each, the better of two runs. Its tokens are compared with those of the first number of
-ranks. Random weights in bfloat16 have near ties, so sequences differ after a while: the table says after how many
-tokens.
+tokens, 256 greedy output tokens each, the best of --repeat runs. Its tokens are compared with those of the first
+number of ranks. Random weights in bfloat16 have near ties, so sequences differ after a while: the table says after how
+many tokens.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,10 +39,12 @@ GRAPH_CALLS = 50
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--preset", default="qwen3-8b")
+    p.add_argument("--preset", default="qwen3-8b,qwen3-32b", help="shapes, separated by commas")
     p.add_argument("--ranks", default="1,2", help="numbers of GPUs, separated by commas")
     p.add_argument("--sequences", default="1,8,32,128")
     p.add_argument("--output-len", type=int, default=256)
+    p.add_argument("--repeat", type=int, default=2, help="timed runs of each number of sequences")
+    p.add_argument("--limit", type=float, metavar="SECONDS", help="end after this time")
     p.add_argument("--width", type=int, default=4096, help="elements of a row of the timed sums")
     p.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     p.add_argument("--collectives", action=argparse.BooleanOptionalAction, default=True)
@@ -164,27 +168,28 @@ def serve_rank(descriptor: int, rank: int) -> None:
 # ---------------------------------------------------------------------------------------------------- a model
 
 
-def time_model(args: argparse.Namespace, size: int) -> dict[str, Any]:
-    """Rates and tokens of one engine, in this process."""
+def time_model(args: argparse.Namespace, size: int) -> Iterator[dict[str, Any]]:
+    """The seconds that one engine takes to start, in this process; then its rate and tokens for each number of
+    sequences.
+    """
     since = time.perf_counter()
     llm = LLM(
         args.preset, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=size, device=args.device,
         max_model_len=1024, max_num_seqs=max(_numbers(args.sequences)), seed=0, enable_prefix_caching=False,
         kernel_priority=json.loads(args.kernels) if args.kernels else None,
     )  # fmt: skip
-    said: dict[str, Any] = {"start": time.perf_counter() - since, "rates": {}, "tokens": []}
+    yield {"start": time.perf_counter() - since}
     for count in _numbers(args.sequences):
         generator = torch.Generator().manual_seed(count)
         prompts = torch.randint(0, 10000, (count, PROMPT), generator=generator).tolist()
         params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
         times = []
-        for _ in range(2):
+        for _ in range(args.repeat):
             since = time.perf_counter()
             outputs = llm.generate(prompts, params, use_tqdm=False)
             times.append(time.perf_counter() - since)
-        said["rates"][count] = count * args.output_len / min(times)
-        said["tokens"].append([output["token_ids"] for output in outputs])
-    return said
+        tokens = [output["token_ids"] for output in outputs]
+        yield {"count": count, "rate": count * args.output_len / min(times), "tokens": tokens}
 
 
 def _numbers(text: str) -> list[int]:
@@ -195,23 +200,37 @@ def _common(left: list[int], right: list[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(left, right)) if a != b), len(left))
 
 
-def models(args: argparse.Namespace, ranks: list[int]) -> None:
-    print(f"\n{args.preset}, random weights, {PROMPT} -> {args.output_len} tokens, output tokens/s")
-    first: dict[str, Any] = {}
+def models(args: argparse.Namespace, preset: str, ranks: list[int], end: float) -> None:
+    """Print the rates of one shape; `end` is on the clock `time.monotonic`."""
+    print(f"\n{preset}, random weights, {PROMPT} -> {args.output_len} tokens, output tokens/s")
+    first: dict[int, dict[str, Any]] = {}
     for size in ranks:
-        command = [sys.executable, "-m", "benchmarks.tensor_parallel", *sys.argv[1:], "--ranks", f"only {size}"]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=600)
-        if done.returncode:
-            print(f"{size} ranks: failed with exit code {done.returncode}")
-            continue
-        said = json.loads(done.stdout.splitlines()[-1])
-        first = first or said
+        given = [*sys.argv[1:], "--preset", preset, "--ranks", f"only {size}"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.tensor_parallel", *given], stdout=subprocess.PIPE, text=True
+        ) as process:
+            timer = threading.Timer(max(0.0, end - time.monotonic()), process.kill)
+            timer.daemon = True
+            timer.start()
+            for line in process.stdout or ():
+                _show(size, json.loads(line), first)
+            timer.cancel()
+        if process.returncode:
+            said = "the time is up" if time.monotonic() >= end else f"failed with exit code {process.returncode}"
+            print(f"{size} rank(s): {said}", flush=True)
+
+
+def _show(size: int, said: dict[str, Any], first: dict[int, dict[str, Any]]) -> None:
+    """Print a row. first: what was said first of each number of sequences."""
+    if "start" in said:
         print(f"\n{size} rank(s), started in {said['start']:.1f} s")
         print("| sequences | tokens/s | ratio | equal tokens of each sequence, least and mean |\n|---|---|---|---|")
-        for i, (count, rate) in enumerate(said["rates"].items()):
-            equal = [_common(a, b) for a, b in zip(first["tokens"][i], said["tokens"][i])]
-            ratio = rate / first["rates"][count]
-            print(f"| {count} | {rate:,.0f} | {ratio:.2f} | {min(equal)}, {sum(equal) / len(equal):.0f} |", flush=True)
+        return
+    base = first.setdefault(said["count"], said)
+    equal = [_common(a, b) for a, b in zip(base["tokens"], said["tokens"])]
+    mean = sum(equal) / len(equal)
+    ratio = said["rate"] / base["rate"]
+    print(f"| {said['count']} | {said['rate']:,.0f} | {ratio:.2f} | {min(equal)}, {mean:.0f} |", flush=True)
 
 
 def main() -> None:
@@ -220,15 +239,17 @@ def main() -> None:
         return
     args = parser().parse_args()
     if args.ranks.startswith("only "):
-        print(json.dumps(time_model(args, int(args.ranks.removeprefix("only ")))))
+        for said in time_model(args, int(args.ranks.removeprefix("only "))):
+            print(json.dumps(said), flush=True)
         return
+    end = time.monotonic() + (args.limit or threading.TIMEOUT_MAX)
     ranks = _numbers(args.ranks)
     if args.device == "cuda" and max(ranks) > torch.cuda.device_count():
         sys.exit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     if args.collectives and max(ranks) > 1:
         collectives(max(ranks), args.device, args.width, _numbers(args.sequences))
-    if args.model:
-        models(args, ranks)
+    for preset in args.preset.split(",") if args.model else ():
+        models(args, preset, ranks, end)
 
 
 if __name__ == "__main__":
