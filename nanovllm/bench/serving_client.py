@@ -52,6 +52,7 @@ class Timed:
         start: when it was sent, on the clock `time.perf_counter`.
         times: when each event with text arrived.
         num_prompt, num_output: tokens, as the server counts them; None: it does not.
+        num_cached: tokens of the prompt that were in the server's prefix cache.
         error: what went wrong; None: the answer is complete.
     """
 
@@ -60,6 +61,7 @@ class Timed:
     end: float = 0.0
     num_prompt: int | None = None
     num_output: int | None = None
+    num_cached: int | None = None
     error: str | None = None
 
 
@@ -167,6 +169,7 @@ def _take_event(found: Timed, event: dict[str, Any], when: float) -> None:
             found.times.append(when)
     if usage := event.get("usage"):
         found.num_prompt, found.num_output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+        found.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
 def _lines(data: bytes, start: int, chunked: bool) -> Any:

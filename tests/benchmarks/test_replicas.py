@@ -1,10 +1,13 @@
 """The simulation of replicas behind a router."""
 
+import json
 import random
 
 import pytest
 
+from benchmarks import ray_routing
 from benchmarks.replicas import Sizes, arrivals, routers, simulate
+from nanovllm.model_config import ModelConfig
 
 NAMES = ["a", "b", "c", "d"]
 SIZES = Sizes(cached_prefixes=20)
@@ -38,3 +41,17 @@ def test_without_load_a_first_token_takes_its_prefill():
     assert waits[0] == pytest.approx(sizes.suffix / sizes.prefill_rate)
     assert waits[-1] == pytest.approx((sizes.prefix + sizes.suffix) / sizes.prefill_rate)
     assert hits >= 46 / 50
+
+
+def test_what_is_asked_of_a_cluster_is_asked_of_the_simulation(tmp_path):
+    args = ray_routing.parser().parse_args(["--requests", "200", "--prefixes", "20"])
+    chosen, prompts, times = ray_routing.requests(args, ray_routing.SIZES)
+    assert len(chosen) == len(prompts) == len(times) == 200
+    shared = {kind: prompt[: ray_routing.SIZES.prefix] for kind, prompt in zip(chosen, prompts)}
+    assert all(prompt[: len(shared[kind])] == shared[kind] for kind, prompt in zip(chosen, prompts))
+    found = {routing: ray_routing.predict(args, routing, ray_routing.SIZES) for routing in ("prefix", "balanced")}
+    assert found["prefix"].hits > found["balanced"].hits + 0.1
+    assert found["prefix"].row("prefix", "simulated").startswith("| prefix | simulated | 200 | ")
+    ray_routing.save_model(tmp_path, ray_routing.SIZES)
+    assert ModelConfig.from_dict(json.loads((tmp_path / "config.json").read_text())).vocab_size == ray_routing.VOCAB
+    compile((tmp_path / "pace.py").read_text(), "pace.py", "exec")
