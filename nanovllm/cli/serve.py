@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.option_records import takes_records
@@ -52,7 +53,7 @@ def serve(
     if ray.replicas is None:
         _run(config, options, listener, process, reports)
     else:
-        _run_replicas(config, options, listener, ray.replicas, ray)
+        _run_replicas(config, options, listener, ray)
 
 
 def _serve_options(
@@ -102,20 +103,19 @@ def _run(
         run_server(engine, options, listener, sock, tracing)
 
 
-def _run_replicas(
-    config: EngineConfig, options: ServeOptions, listener: Listener, replicas: int, cluster: RayOptions
-) -> None:
-    from nanovllm.serve.ray_options import ReplicaOptions
+def _run_replicas(config: EngineConfig, options: ServeOptions, listener: Listener, cluster: RayOptions) -> None:
+    import torch
 
-    wanted = ReplicaOptions(replicas, cluster.max_replicas)
+    wanted = cluster.replica_options()
+    if cluster.ray_address is None and config.device == "auto" and not torch.cuda.is_available():
+        config = replace(config, device="cpu")  # else Ray would wait for GPUs
     try:
-        from nanovllm.serve import ray
+        from nanovllm.serve import ray, ray_cluster
     except ImportError as error:
         raise ValueError(str(error)) from None
-    said = (
-        f"{options.model_names[0]}, {replicas} replicas, at http://{listener.host}:{listener.port} (Ctrl-C ends them)"
-    )
-    ray.run(
-        ray.application(config, options, wanted), cluster.ray_address, listener.host, listener.port,
-        lambda: print(said, file=sys.stderr, flush=True),
+    where = f"http://{listener.host}:{listener.port}"
+    said = f"{options.model_names[0]}, {wanted.replicas} replicas, at {where} (Ctrl-C ends them)"
+    ray_cluster.run(
+        ray.application(config, options, wanted), wanted.resources(config), cluster.ray_address, listener.host,
+        listener.port, lambda: print(said, file=sys.stderr, flush=True),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
+    from nanovllm.serve.ray_options import ReplicaOptions
 
 
 def _option(text: str, **others: Any) -> Any:
@@ -157,7 +158,12 @@ class RayOptions:
     replicas: Annotated[int | None, _option("Copies of the server behind this address, each with GPUs of its own.")] = (
         None
     )
-    max_replicas: Annotated[int | None, _option("Under load, Ray adds replicas up to this number.")] = None
+    max_replicas: Annotated[int | None, _option("While requests wait, Ray adds replicas up to this number.")] = None
+    upscale_delay: Annotated[float, _option("Seconds of waiting requests before a replica is added.")] = 10.0
+    downscale_delay: Annotated[float, _option("Seconds before a replica that is not needed is removed.")] = 600.0
+    routing: Annotated[
+        str, _option("prefix: to a replica that has the prompt's beginning. balanced: to the less busy of two.")
+    ] = "prefix"
     ray_address: Annotated[
         str | None, _option("The Ray cluster, or auto for this machine's; by default a new one.")
     ] = None
@@ -165,3 +171,10 @@ class RayOptions:
     def __post_init__(self) -> None:
         if self.replicas is None and (self.max_replicas is not None or self.ray_address is not None):
             raise ValueError("--max-replicas and --ray-address are for replicas on Ray; pass --replicas as well")
+
+    def replica_options(self) -> ReplicaOptions:
+        """Raises: ValueError: an option is out of range."""
+        from nanovllm.serve.ray_options import ReplicaOptions
+
+        given = {name: value for name, value in vars(self).items() if name != "ray_address"}
+        return ReplicaOptions(**given)

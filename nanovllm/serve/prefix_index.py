@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from hashlib import blake2b
 from typing import Any
 
 _BLOCK = 256
@@ -63,13 +64,14 @@ class PrefixIndex:
 
 
 def _blocks(text: str) -> Iterator[int]:
-    """A hash of the text up to the end of each block. A text shorter than a block is one."""
+    """A hash of the text up to the end of each block, equal in all processes. A text shorter than a block is one."""
     before = 0
     for start in range(0, min(len(text), _BLOCK * _BLOCKS), _BLOCK):
         piece = text[start : start + _BLOCK]
         if len(piece) < _BLOCK and start:
             break
-        before = hash((before, piece))
+        digest = blake2b(piece.encode(errors="surrogatepass"), digest_size=8, key=before.to_bytes(8, "big")).digest()
+        before = int.from_bytes(digest, "big")
         yield before
 
 

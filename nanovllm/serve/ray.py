@@ -9,10 +9,8 @@ Every node must have the variables of `ENVIRONMENT` before Ray starts there.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import fields
@@ -28,19 +26,27 @@ from nanovllm.serve.process_client import ProcessClient
 from nanovllm.serve.ray_options import ReplicaOptions
 from nanovllm.serve.service import Service
 
-ENVIRONMENT = {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1"}
-"""HAProxy passes requests, and shows the router their bodies."""
+ENVIRONMENT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response 503", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}  # fmt: skip
+"""HAProxy passes requests, and shows the router their bodies. It sends a request to another replica if one has ended
+before the answer began, or refuses the request since it is overloaded or its engine has died. Ray kills a proxy that is
+not ready after that time; the default of 5 s is too short for a busy machine.
+"""
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)  # Ray reads them when it is imported
 
 try:
+    import ray
     from ray import serve as _serve
     from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+    from ray.util.placement_group import get_current_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError:
     raise ImportError('replicas need Ray; run pip install "nanovllm[ray]"') from None
 
 serve: Any = _serve  # its decorators have types that its own documentation does not keep to
-_NAME = "nanovllm"
 _STATS_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0
 
@@ -49,6 +55,7 @@ class Replica:
     """One server, without a socket of its own."""
 
     def __init__(self, config: dict[str, Any], options: ServeOptions) -> None:
+        see_gpus_of_bundles()
         # Ray replaces the whole replica, elsewhere if it must.
         self._engine = AsyncLLM(client=ProcessClient(EngineConfig(**config), restart=False))
         self._service = Service(self._engine, options)
@@ -68,6 +75,27 @@ class Replica:
     def __del__(self) -> None:
         if hasattr(self, "_engine"):
             self._engine.close()
+
+
+def see_gpus_of_bundles() -> None:
+    """Show the processes that this actor starts the GPUs of all bundles of its placement group.
+
+    Ray shows an actor the GPUs of its own bundle. The GPUs of a bundle stay the same as long as the group exists.
+    """
+    group = get_current_placement_group()
+    own = ray.get_gpu_ids()
+    if group is None or not own:
+        return
+    others = [
+        _gpu_ids.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle)).remote()
+        for bundle in range(1, group.bundle_count)
+    ]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for ids in (own, *ray.get(others)) for gpu in ids)
+
+
+@ray.remote(num_cpus=0, num_gpus=1)
+def _gpu_ids() -> list[Any]:
+    return ray.get_gpu_ids()
 
 
 class PrefixRequestRouter(RequestRouter):
@@ -152,20 +180,19 @@ class Router:
 def application(config: EngineConfig, options: ServeOptions, replicas: ReplicaOptions) -> Any:
     """A Ray Serve application of `replicas` that serve the model of `config`."""
     given = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
-    # The ranks of a replica are processes on one machine, so that its GPUs are one request to Ray.
-    resources = {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus(config)}
+    stats: dict[str, Any] = {"request_routing_stats_period_s": _STATS_SECONDS}
+    if replicas.routing == "prefix":
+        stats |= {"request_router_class": PrefixRequestRouter, "request_router_kwargs": {"slack": replicas.slack}}
     replica = serve.deployment(
         serve.ingress()(Replica), name="nanovllm", max_ongoing_requests=options.max_waiting,
-        ray_actor_options=resources, health_check_period_s=_HEALTH_SECONDS,
-        graceful_shutdown_timeout_s=options.drain,
-        request_router_config=serve.config.RequestRouterConfig(
-            request_router_class=PrefixRequestRouter, request_router_kwargs={"slack": replicas.slack},
-            request_routing_stats_period_s=_STATS_SECONDS,
-        ),
-        **replicas.scaling(config),
+        health_check_period_s=_HEALTH_SECONDS, graceful_shutdown_timeout_s=options.drain,
+        request_router_config=serve.config.RequestRouterConfig(**stats),
+        **replicas.placement(config), **replicas.scaling(config),
     ).bind(given, options)  # fmt: skip
+    # A cluster does not outlive its head, so the router is best there: other nodes may be removed.
+    head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
     router = serve.deployment(
-        serve.ingress()(Router), name="router", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0}
+        serve.ingress()(Router), name="router", max_ongoing_requests=10_000, ray_actor_options=head
     )
     return replica._with_ingress_request_router(router.bind(replica))
 
@@ -196,50 +223,3 @@ def app(arguments: Mapping[str, Any]) -> Any:
         raise ValueError("model: is missing; pass model=path/to/model")
     given[1].setdefault("model_names", (str(given[0]["model"]),))
     return application(EngineConfig(**given[0]), ServeOptions(**given[1]), ReplicaOptions(**given[2]))
-
-
-def run(application: Any, address: str | None, host: str, port: int, ready: Any = lambda: None) -> None:
-    """Serve until a signal comes. address: of a Ray cluster, "auto" for the one of this machine; None: a new one.
-
-    Raises:
-        ValueError: there is no cluster at this address.
-    """
-    import ray
-
-    own: dict[str, Any] = {"address": "local", "include_dashboard": False}  # not one that RAY_ADDRESS names
-    try:
-        if address is not None and address != "auto":
-            _reach(address)
-        ray.init(
-            **(own if address is None else {"address": address}), log_to_driver=False, configure_logging=False
-        )  # fmt: skip
-    except OSError as error:  # Ray's is a ConnectionError
-        raise ValueError(f"--ray-address {address}: {error}; start a cluster there with ray start --head") from None
-    try:
-        serve.start(http_options={"host": host, "port": port})
-        serve.run(application, name=_NAME, route_prefix="/")
-        ready()
-        asyncio.run(_signal())
-    finally:
-        if address is None:
-            serve.shutdown()
-        else:
-            serve.delete(_NAME)  # the cluster may serve other applications
-        ray.shutdown()
-
-
-def _reach(address: str) -> None:
-    """Raise an OSError if nothing listens there: Ray would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        raise OSError("it is neither auto nor HOST:PORT")
-    socket.create_connection((host, int(port)), 5).close()
-
-
-async def _signal() -> None:
-    import signal
-
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    await ended.wait()

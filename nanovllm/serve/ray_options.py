@@ -7,6 +7,8 @@ from typing import Any
 
 from nanovllm.config import EngineConfig
 
+ROUTINGS = ("prefix", "balanced")
+
 
 @dataclass(frozen=True)
 class ReplicaOptions:
@@ -17,21 +19,45 @@ class ReplicaOptions:
     """More than `replicas`: Ray adds replicas up to this number while requests wait, and removes them later."""
     num_cpus: float = 1.0
     """CPUs that a replica takes of Ray's count."""
+    routing: str = "prefix"
+    """prefix: to a replica that has the prompt's beginning. balanced: to the less busy of two, by Ray's router."""
     slack: float = 32.0
     """Open requests by which a replica that has the prompt's beginning may exceed the least busy one."""
+    upscale_delay: float = 10.0
+    """Seconds for which requests wait before a replica is added."""
+    downscale_delay: float = 600.0
+    """Seconds for which a replica is not needed before it is removed."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
             raise ValueError(f"replicas={self.replicas!r}: must be at least 1")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise ValueError(f"max_replicas={self.max_replicas!r}: must be at least replicas={self.replicas}")
-        for name in ("num_cpus", "slack"):
+        if self.routing not in ROUTINGS:
+            raise ValueError(f"routing={self.routing!r}: must be {' or '.join(ROUTINGS)}")
+        for name in ("num_cpus", "slack", "upscale_delay", "downscale_delay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must not be negative")
 
     def num_gpus(self, config: EngineConfig) -> int:
         """The GPUs of a replica."""
         return 0 if config.device == "cpu" else config.tensor_parallel_size
+
+    def resources(self, config: EngineConfig) -> dict[str, float]:
+        """What all replicas take together, while there are `replicas`."""
+        return {"CPU": self.replicas * self.num_cpus, "GPU": self.replicas * self.num_gpus(config)}
+
+    def placement(self, config: EngineConfig) -> dict[str, Any]:
+        """The options of the deployment that say what a replica takes: a bundle of resources for each rank, all on one
+        machine, since the ranks of a replica are processes that share its memory.
+        """
+        ranks = config.tensor_parallel_size
+        cpus, gpus = self.num_cpus / ranks, self.num_gpus(config) // ranks
+        actor = {"ray_actor_options": {"num_cpus": cpus, "num_gpus": gpus}}
+        bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", gpus)) if amount}
+        if ranks == 1 or not bundle:
+            return actor
+        return actor | {"placement_group_bundles": [bundle] * ranks, "placement_group_strategy": "STRICT_PACK"}
 
     def scaling(self, config: EngineConfig) -> dict[str, Any]:
         """The options of the deployment that say how many replicas there are."""
@@ -42,5 +68,6 @@ class ReplicaOptions:
             "autoscaling_config": {
                 "min_replicas": self.replicas, "max_replicas": self.max_replicas,
                 "target_ongoing_requests": config.max_num_seqs,
+                "upscale_delay_s": self.upscale_delay, "downscale_delay_s": self.downscale_delay,
             }
         }  # fmt: skip

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from nanovllm.cli.serve import serve
+from nanovllm.config import EngineConfig
 from nanovllm.serve.prefix_index import PrefixIndex, prompt_text
 from nanovllm.serve.ray_options import ReplicaOptions
 
@@ -71,11 +72,28 @@ def test_the_text_of_a_request(body, said):
         (dict(replicas=0), "replicas=0: must be at least 1"),
         (dict(replicas=3, max_replicas=2), "max_replicas=2: must be at least replicas=3"),
         (dict(slack=-1), "slack=-1: must not be negative"),
+        (dict(routing="turns"), "routing='turns': must be prefix or balanced"),
+        (dict(upscale_delay=-1.0), "upscale_delay=-1.0: must not be negative"),
     ],
 )
 def test_bad_options(arguments, said):
     with pytest.raises(ValueError, match=said):
         ReplicaOptions(**arguments)
+
+
+def test_each_rank_of_a_replica_has_a_bundle_of_one_machine():
+    gpus = ReplicaOptions(num_cpus=4).placement(EngineConfig("model", device="cuda", tensor_parallel_size=4))
+    assert gpus == {
+        "ray_actor_options": {"num_cpus": 1, "num_gpus": 1},
+        "placement_group_bundles": [{"CPU": 1, "GPU": 1}] * 4, "placement_group_strategy": "STRICT_PACK",
+    }  # fmt: skip
+    cpus = ReplicaOptions().placement(EngineConfig("model", device="cpu", tensor_parallel_size=2))
+    assert cpus["placement_group_bundles"] == [{"CPU": 0.5}] * 2
+    alone = ReplicaOptions(replicas=3).placement(EngineConfig("model", device="cuda"))
+    assert alone == {"ray_actor_options": {"num_cpus": 1, "num_gpus": 1}}
+    assert ReplicaOptions(replicas=3).resources(EngineConfig("model", device="cuda", tensor_parallel_size=2)) == {
+        "CPU": 3, "GPU": 6,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -105,4 +123,6 @@ def test_arguments_of_the_application():
         app({"modle": "x"})
     with pytest.raises(ValueError, match="model: is missing"):
         app({"replicas": "2"})
+    with pytest.raises(ValueError, match="routing='turns'"):
+        app({"model": "path/to/model", "routing": "turns"})
     assert app({"model": "path/to/model", "tensor_parallel_size": "2", "max_replicas": "4"}) is not None

@@ -1,100 +1,28 @@
-"""`nanovllm serve --replicas 2` on a Ray cluster of this machine."""
+"""`nanovllm serve --replicas` on a Ray cluster of its own, and what it says of one that cannot serve."""
 
 import os
 import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import httpx
 import pytest
 
-from tests.serve.running import SIZES, wait_until
+from tests.serve.ray_running import Marked, Replicas
+from tests.serve.running import wait_until
 
 pytest.importorskip("ray", reason='pip install "nanovllm[ray]"')
 pytestmark = pytest.mark.slow
 
-# The program ends with the test's process, and Ray's processes with the program.
-PROGRAM = (
-    "from nanovllm.distributed.processes import exit_with_parent\nexit_with_parent()\n"
-    "from nanovllm.cli import main\nmain()"
-)
-
-
-class Replicas:
-    """Processes of one `nanovllm serve`, all of which have a variable of their own."""
-
-    def __init__(self, model, log, *arguments):
-        self.mark = f"NANOVLLM_TEST_MARK={uuid.uuid4().hex}"
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
-        name, _, value = self.mark.partition("=")
-        environment = os.environ | {
-            name: value, "OMP_NUM_THREADS": "1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
-            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(log.parent), "PYTHONPATH": os.getcwd(),
-        }  # fmt: skip
-        self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "serve", f"--model={model}", f"--port={port}", *sizes, *arguments],
-            env=environment, stdout=log.open("w"), stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False)
-
-    def pids(self, module=""):
-        """The processes that live and whose command names `module`."""
-        found = []
-        for directory in Path("/proc").glob("[0-9]*"):
-            try:
-                marked = self.mark.encode() in (directory / "environ").read_bytes()
-                if marked and module.encode() in (directory / "cmdline").read_bytes():
-                    found.append(int(directory.name))
-            except OSError:
-                pass
-        return found
-
-    def ready(self):
-        def answers():
-            assert self.process.poll() is None, self.log.read_text()
-            return "(Ctrl-C ends them)" in self.log.read_text()
-
-        wait_until(answers, 120)
-
-    def complete(self, prompt, **fields):
-        answer = self.client.post("/v1/completions", json=dict(prompt=prompt, max_tokens=8, ignore_eos=True) | fields)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    def close(self):
-        self.client.close()
-        self.process.kill()
-        self.process.wait()
-        time.sleep(0.5)
-        for pid in self.pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-
 
 @pytest.fixture
-def replicas(model_path, tmp_path):
-    running = Replicas(model_path, tmp_path / "log", "--replicas=2")
-    try:
-        running.ready()
-        yield running
-    finally:
-        running.close()
+def marked(tmp_path):
+    marked = Marked(tmp_path)
+    yield marked
+    marked.close()
 
 
-def test_replicas_answer_share_prefixes_die_and_come_back(replicas):
-    engines = set(replicas.pids("nanovllm.serve.engine_process"))
-    assert len(engines) == 2
+def test_replicas_answer_share_prefixes_come_and_end(model_path, marked):
+    replicas = Replicas(marked, model_path, "--replicas=2").ready()
+    assert len(replicas.engines()) == 2
 
     # 100 requests at once.
     with ThreadPoolExecutor(20) as pool:
@@ -108,30 +36,78 @@ def test_replicas_answer_share_prefixes_die_and_come_back(replicas):
         usage = [replicas.complete(shared + end, max_tokens=1)["usage"] for end in ("x", "y")]
         assert usage[1]["prompt_tokens_details"]["cached_tokens"] >= 64
 
-    # One replica dies in the midst of a stream: an error says so, the other one answers, and a new one comes.
-    events = []
-
-    def follow():
-        body = dict(prompt="a", max_tokens=250, ignore_eos=True, stream=True, n=8)
-        with replicas.client.stream("POST", "/v1/completions", json=body) as stream:
-            try:
-                for line in stream.iter_lines():
-                    events.append(line)
-            except httpx.HTTPError as error:
-                events.append(repr(error))
-
-    streams = [threading.Thread(target=follow) for _ in range(6)]
-    for stream in streams:
-        stream.start()
-    wait_until(lambda: len(events) > 20)
-    os.kill(min(engines), signal.SIGKILL)
-    for stream in streams:
-        stream.join(60)
-        assert not stream.is_alive()
-    assert any("the engine" in event for event in events), events[-3:]
-    wait_until(lambda: len(set(replicas.pids("nanovllm.serve.engine_process")) - {min(engines)}) == 2, 90)
-    assert replicas.complete("hello")["usage"]["completion_tokens"] == 8
-
     replicas.process.send_signal(signal.SIGTERM)
     assert replicas.process.wait(60) == 0
-    wait_until(lambda: not replicas.pids(), 20)
+    wait_until(lambda: not marked.pids(), 20)
+
+
+def test_replicas_are_added_while_requests_wait_and_removed_later(model_path, marked):
+    program = "--replicas=1", "--max-replicas=2", "--max-num-seqs=2", "--upscale-delay=1", "--downscale-delay=2"
+    replicas = Replicas(marked, model_path, *program).ready()
+    assert len(replicas.engines()) == 1
+    # Two are computed at a time: no request waits.
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda i: replicas.complete(f"{i}", max_tokens=250), range(8)))
+    assert len(replicas.engines()) == 1
+    done = []
+    with ThreadPoolExecutor(8) as pool:
+
+        def ask(i):
+            while not done:
+                replicas.complete(f"{i}", max_tokens=250)
+
+        asked = [pool.submit(ask, i) for i in range(8)]
+        try:
+            wait_until(lambda: len(replicas.engines()) == 2, 60)
+        finally:
+            done.append(True)
+        assert [future.exception() for future in asked] == [None] * 8
+    wait_until(lambda: len(replicas.engines()) == 1, 90)
+    assert replicas.complete("hello")["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--device=cuda", "--replicas=2"], "the replicas need 2 GPUs, and there are 0; pass fewer --replicas"),
+        (["--replicas=1", "--ray-address=127.0.0.1:1"], "start a cluster there with ray start --head"),
+        (["--replicas=1", "--ray-address=here"], "--ray-address here: it is neither auto nor HOST:PORT"),
+    ],
+)
+def test_a_cluster_that_cannot_serve(model_path, marked, arguments, said):
+    replicas = Replicas(marked, model_path, *arguments)
+    assert replicas.process.wait(60) == 1
+    assert said in replicas.said()
+    wait_until(lambda: not marked.pids(), 20)
+
+
+def test_a_replica_sees_the_gpus_of_all_bundles_of_its_placement_group(marked):
+    program = (
+        "import os\nimport ray\nfrom ray.util.placement_group import placement_group\n"
+        "from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy\n"
+        "from nanovllm.config import EngineConfig\nfrom nanovllm.serve.ray import see_gpus_of_bundles\n"
+        "from nanovllm.serve.ray_options import ReplicaOptions\n"
+        "ray.init(address='local', num_cpus=2, num_gpus=4, include_dashboard=False, log_to_driver=False)\n"
+        "options = ReplicaOptions().placement(EngineConfig('model', device='cuda', tensor_parallel_size=2))\n"
+        "assert options['placement_group_strategy'] == 'STRICT_PACK'\n"
+        "class Seen:\n"
+        "    def gpus(self):\n"
+        "        see_gpus_of_bundles()\n"
+        "        return os.environ['CUDA_VISIBLE_DEVICES'].split(',')\n"
+        "seen = []\n"
+        "for _ in range(2):\n"
+        "    group = placement_group(options['placement_group_bundles'], options['placement_group_strategy'])\n"
+        "    strategy = PlacementGroupSchedulingStrategy(group, 0)\n"
+        "    kept = ray.remote(Seen).options(**options['ray_actor_options'], scheduling_strategy=strategy).remote()\n"
+        "    seen += ray.get(kept.gpus.remote())\n"
+        "assert sorted(seen) == list('0123'), seen\n"
+        "ray.shutdown()\n"
+    )
+    assert marked.start(program).wait(120) == 0
+
+
+def test_nothing_of_a_server_that_is_killed_stays(model_path, marked):
+    replicas = Replicas(marked, model_path, "--replicas=1").ready()
+    os.kill(replicas.process.pid, signal.SIGKILL)
+    replicas.process.wait()
+    wait_until(lambda: not marked.pids(), 60)
