@@ -1,6 +1,5 @@
 """`nanovllm serve --replicas` on a Ray cluster of its own, and what it says of one that cannot serve."""
 
-import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
@@ -104,10 +103,3 @@ def test_a_replica_sees_the_gpus_of_all_bundles_of_its_placement_group(marked):
         "ray.shutdown()\n"
     )
     assert marked.start(program).wait(120) == 0
-
-
-def test_nothing_of_a_server_that_is_killed_stays(model_path, marked):
-    replicas = Replicas(marked, model_path, "--replicas=1").ready()
-    os.kill(replicas.process.pid, signal.SIGKILL)
-    replicas.process.wait()
-    wait_until(lambda: not marked.pids(), 60)
