@@ -78,18 +78,26 @@ class StructuredOutputs:
     def of_response_format(cls, response_format: Any) -> StructuredOutputs | None:
         """What OpenAI's `response_format` asks for; None: plain text.
 
+        A "json_object" may have a "schema", as llama.cpp's server has it.
+
         Raises:
             ValueError: it is something else; the message says what.
         """
         kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-        if response_format is None or kind == "text":
+        if response_format is None:
             return None
-        if kind == "json_object":
-            return cls(json_object=True, called="response_format")
-        if kind != "json_schema":
+        if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
             raise ValueError(
                 f'response_format={response_format!r:.80}: type must be "text", "json_object" or "json_schema"'
             )
+        if unknown := set(response_format) - _FORMAT_FIELDS[kind]:
+            raise ValueError(f"response_format: {min(map(str, unknown))!r} is no field of type {kind!r}; leave it out")
+        if kind == "text":
+            return None
+        if kind == "json_object":
+            if (schema := response_format.get("schema")) is not None:
+                return cls(json=schema, called="response_format")
+            return cls(json_object=True, called="response_format")
         named = response_format.get("json_schema")
         schema = named.get("schema") if isinstance(named, Mapping) else None
         if not isinstance(schema, Mapping):
@@ -99,6 +107,8 @@ class StructuredOutputs:
         return cls(json=schema, called="response_format")
 
 
+_FORMAT_FIELDS = {"text": {"type"}, "json_object": {"type", "schema"}, "json_schema": {"type", "json_schema"}}
+"""type -> the fields of a `response_format`"""
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 

@@ -23,7 +23,11 @@ def test_response_formats():
     of = StructuredOutputs.of_response_format
     assert of(None) is None and of({"type": "text"}) is None and of({"type": "json_object"}).json_object
     assert of({"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}) == StructuredOutputs(json={})
-    for wrong in ("json", {}, {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}):
+    assert of({"type": "json_object", "schema": {"type": "null"}}) == StructuredOutputs(json={"type": "null"})
+    for wrong in (
+        "json", {}, {"type": "xml"}, {"type": ["text"]}, {"type": "json_schema"}, {"type": "json_object", "schema": 5},
+        {"type": "json_schema", "json_schema": {}}, {"type": "text", "schema": {}},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="response_format"):
             of(wrong)
 

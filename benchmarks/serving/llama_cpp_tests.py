@@ -5,7 +5,10 @@ python -m benchmarks.serving.llama_cpp_tests llama.cpp unit/test_chat_completion
 
 The tests start a server through `ServerProcess` in their `utils.py`, which runs a program with options of llama-server.
 Here that program is this file, which translates the options and runs `nanovllm serve` with `--model`. Routes that
-llama.cpp serves with and without `/v1` are asked for with it. Arguments after the checkout go to pytest.
+llama.cpp serves with and without `/v1` are asked for with it. Every name that the tests give the model is one of its
+names here, since llama.cpp takes any. Arguments after the checkout go to pytest.
+
+With --one-server all tests ask one server, which is quicker, for files whose tests need no options of their own.
 """
 
 from __future__ import annotations
@@ -13,13 +16,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-_MODEL = "NANOVLLM_TESTED_MODEL"
+from benchmarks.serving.server_process import ServerProcess
+
+_MODEL, _NAMES = "NANOVLLM_TESTED_MODEL", "NANOVLLM_TESTED_NAMES"
 _OPENAI_ROUTES = ("/chat/completions", "/completions", "/models", "/responses", "/messages")
 
 
@@ -37,7 +44,15 @@ def translated(given: Sequence[str]) -> list[str]:
         "--host": args.host, "--port": args.port, "--served-model-name": args.alias, "--api-key": args.api_key,
         "--cors-origin": args.cors_origins,
     }  # fmt: skip
-    return options + [part for name, value in named.items() if value for part in (name, value)]
+    options += [part for name, value in named.items() if value for part in (name, value)]
+    return options + [part for name in os.environ[_NAMES].split("\n") for part in ("--served-model-name", name)]
+
+
+def model_names(tests: Path) -> list[str]:
+    """The names that the tests give the model in requests."""
+    texts = [path.read_text() for path in sorted((tests / "unit").glob("*.py"))]
+    found = [name for text in texts for name in re.findall(r"""["']?model["']?\s*[:=]\s*["']([^"'/]+)["']""", text)]
+    return list(dict.fromkeys(["tinyllama-2", *found]))
 
 
 def serve(given: Sequence[str]) -> None:
@@ -84,6 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--model", help="by default the embedded SmolLM2")
+    parser.add_argument("--one-server", action="store_true", help="one server for all tests, with options of its own")
     args, pytest_args = parser.parse_known_args()
     import pytest
 
@@ -94,16 +110,28 @@ def main() -> int:
         parser.error(f"{args.checkout}: holds no tools/server/tests/utils.py; pass a checkout of llama.cpp")
     os.environ[_MODEL] = str(Path(args.model or demo_model_path()).resolve())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    os.environ[_NAMES] = "\n".join(model_names(tests))
     program = Path(os.environ.get("TMPDIR", "/tmp")) / f"llama-server-{os.getpid()}"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m {__spec__.name} --as-llama-server "$@"\n')
     program.chmod(0o700)
     os.environ["LLAMA_SERVER_BIN_PATH"] = str(program)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the server is ended
+    server = None
+    if args.one_server:
+        log = Path(f"{program}.log")
+        options = ["--port", "{port}", *translated(["--ctx-size", "2048", "--parallel", "4", "--seed", "42"])]
+        command = [sys.executable, "-m", "nanovllm", "serve", "--model", os.environ[_MODEL], *options]
+        server = ServerProcess("nanovllm serve", command, os.environ, log)
+        print(f"ready after {server.wait(300):.0f} s, its log is {log}", flush=True)
+        os.environ |= {"DEBUG_EXTERNAL": "1", "PORT": str(server.port)}
     os.chdir(tests)
     try:
         plugins = [_plugin(_load_utils(tests))]
         return pytest.main(["--noconftest", "-p", "no:cacheprovider", "--import-mode=importlib", *pytest_args], plugins)
     finally:
         program.unlink()
+        if server is not None:
+            server.close()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ class GatedMLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, bias, kernels)
         self._activate_and_mul = _activation(activation, kernels)
+        self._is_silu = activation == "silu"
         # The fused ops have no bias and no other activation.
         fused = None if bias or activation != "silu" else kernels
         self._linear_silu_and_mul = FusedProduct("silu_and_mul", fused)
@@ -47,10 +48,13 @@ class GatedMLP(nn.Module):
         return self.down_proj(self._gate_up(x))
 
     def _gate_up(self, x: torch.Tensor) -> torch.Tensor:
-        """activation(gate(x)) * up(x)."""
+        """activation(gate(x)) * up(x); or both, one behind the other, where the down projection activates them."""
         if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight):
             return self._linear_silu_and_mul(x, self.gate_up_proj.weight)
-        return self._activate_and_mul(self.gate_up_proj(x))
+        gate_up = self.gate_up_proj(x)
+        if self._is_silu and self.down_proj.activates(gate_up):
+            return gate_up
+        return self._activate_and_mul(gate_up)
 
     def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """(this block of norm(x + residual), x + residual)."""

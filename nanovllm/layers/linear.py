@@ -15,7 +15,7 @@ from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
 from nanovllm.layers.fused_product import FusedProduct
 from nanovllm.layers.group_sum import GroupSum
-from nanovllm.layers.packed_weight import StoredMatrix, Weight, new_weight, product
+from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight, new_weight, product
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 
@@ -209,9 +209,18 @@ class RowParallelLinear(ShardedParameters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(self._local(x))
 
+    def activates(self, gate_up: torch.Tensor) -> bool:
+        """Whether this layer takes gate_up [num_tokens, 2 * columns] in place of x = silu(gate) * up."""
+        weight = self.weight
+        fused = self._linear_add_rms_norm.takes(gate_up, weight)
+        return isinstance(weight, PackedWeight) and not fused and weight.activates(gate_up)
+
     def _local(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's term of the sum. The bias is added once, not once a rank."""
-        return product(self._linear, x, self.weight, self.bias if self.group.rank == 0 else None)
+        """This rank's term of the sum. The bias is added once, not once a rank. x: see `activates`."""
+        weight, bias = self.weight, self.bias if self.group.rank == 0 else None
+        if isinstance(weight, PackedWeight) and x.shape[-1] == 2 * weight.shape[1]:
+            return weight.of_gate_up(x, bias)
+        return product(self._linear, x, weight, bias)
 
     def before_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> ResidualStream:
         """This layer of x, for a next block that begins with norm(this + residual); one op where the batch is small."""

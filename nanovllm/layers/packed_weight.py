@@ -153,9 +153,10 @@ class PackedWeight(nn.Module):
         self.dtype = dtype
         self.shape = torch.Size((sum(m.shape[0] for m in self.matrices), self.matrices[0].shape[1]))
         self._ops = [(FusedOp if m.op == "linear" else SelectedOp)(m.op, kernels) for m in self.matrices]
-        self._quantising = [
-            QuantisingOp(m.quantising_op if quantise_activations else None, kernels) for m in self.matrices
-        ]
+        names = [m.quantising_op if quantise_activations else None for m in self.matrices]
+        self._quantising = [QuantisingOp(name, kernels) for name in names]
+        whole = names[0] if len(names) == 1 else None
+        self._after_silu = QuantisingOp(None if whole is None else f"silu_and_mul_{whole}", kernels)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""
@@ -164,6 +165,14 @@ class PackedWeight(nn.Module):
         sizes = [m.shape[0] for m in self.matrices]
         biases: Sequence[torch.Tensor | None] = [None] * len(sizes) if bias is None else bias.split(sizes)
         return torch.cat([self._product(i, x, part) for i, part in enumerate(biases)], -1)
+
+    def activates(self, gate_up: torch.Tensor) -> bool:
+        """Whether to call `of_gate_up` for gate_up [num_tokens, 2 * columns]."""
+        return self._after_silu.used and self._after_silu.takes_call(gate_up, *self.matrices[0].operands())
+
+    def of_gate_up(self, gate_up: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """The product with silu(gate) * up, which is quantised as it is computed."""
+        return self._after_silu(gate_up, *self.matrices[0].operands(), bias)
 
     def _product(self, i: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The outputs of the i-th matrix."""

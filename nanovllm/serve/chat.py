@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -65,7 +66,7 @@ class Conversation:
             variables |= _reasoning_effort(request.reasoning_effort, template or "")
         self.prompt = service.render(
             request.messages, variables, tools=self.tools.template_tools,
-            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
         )  # fmt: skip
         self._plan = AnswerPlan.of(self.tools, self.prompt, template)
@@ -158,6 +159,7 @@ class ChatAnswer:
             "id": f"chatcmpl-{request_id}",
             "object": "chat.completion.chunk" if request.stream else "chat.completion",
             "created": int(time.time()), "model": service.model_name,
+            "system_fingerprint": service.fingerprint,
         }  # fmt: skip
         self._choices: dict[int, Choice] = {}
         self._first: RequestOutput | None = None
@@ -197,7 +199,7 @@ class ChatAnswer:
         frames = []
         if not choice.begun:
             choice.begun = True
-            frames.append(self._frame({"index": piece.index, "delta": {"role": "assistant", "content": ""}}))
+            frames.append(self._first_frame(piece.index))
         ended = choice.finish_reason is not None
         if self._plain and not ended:
             for delta in deltas:
@@ -208,7 +210,7 @@ class ChatAnswer:
                     frames.append(self._frame({"index": piece.index, "delta": _delta(delta, choice)}))
             return b"".join(frames)
         told = [{"index": piece.index, "delta": _delta(delta, choice)} for delta in deltas]
-        if not told and (ended or rows or piece.token_ids):
+        if not told and (ended or rows or (self._request.return_token_ids and piece.token_ids)):
             told = [{"index": piece.index, "delta": {}}]
         if told:
             # The log-probabilities of the tokens go with the first of the texts that they made, or with none.
@@ -219,8 +221,16 @@ class ChatAnswer:
             told[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
         return b"".join([*frames, *map(self._frame, told)])
 
-    def _frame(self, choice: dict[str, Any]) -> bytes:
-        chunk: dict[str, Any] = {**self._head, "choices": [{"logprobs": None, "finish_reason": None, **choice}]}
+    def _first_frame(self, index: int) -> bytes:
+        """The role of a choice, with the prompt's tokens if they are wanted."""
+        prompt = {}
+        if self._request.return_token_ids and self._first is not None:
+            prompt = {"prompt_token_ids": self._first.prompt_token_ids}
+        return self._frame({"index": index, "delta": {"role": "assistant", "content": ""}}, prompt)
+
+    def _frame(self, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        choices = [{"logprobs": None, "finish_reason": None, **choice}]
+        chunk: dict[str, Any] = {**self._head, "choices": choices, **more}
         if self._usage.wanted:
             chunk["usage"] = self._usage.now()
         return event(chunk)

@@ -95,7 +95,7 @@ class CompletionAnswer:
         self._token_text = service.engine.maker.decoder.token_text if service.engine.maker.decoder else str
         self._head = {
             "id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()),
-            "model": service.model_name,
+            "model": service.model_name, "system_fingerprint": service.fingerprint,
         }  # fmt: skip
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, RequestOutput] = {}
@@ -125,7 +125,8 @@ class CompletionAnswer:
         if request.max_tokens == 0:
             text, rows, token_ids = "", [], []
         texts = [row[t].decoded_token or "" for row, t in zip(rows, token_ids)]
-        if not choice.begun and request.echo:
+        begins = not choice.begun
+        if begins and request.echo:
             text = self._prompt_text(first) + text
             if choice.logprobs is not None and first.prompt_logprobs is not None:
                 rows = [*first.prompt_logprobs, *rows]  # type: ignore[list-item]
@@ -146,6 +147,8 @@ class CompletionAnswer:
         }  # fmt: skip
         if request.return_token_ids:
             entry["token_ids"] = token_ids
+            if begins:
+                entry["prompt_token_ids"] = first.prompt_token_ids
         usage = {"usage": self._usage.now()} if self._usage.wanted else {}
         return event({**self._head, "choices": [entry], **usage})
 

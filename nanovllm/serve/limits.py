@@ -18,86 +18,87 @@ class _TooLarge(httptools.HttpParserError):
     """The headers exceed a limit."""
 
 
-def limited_protocol(options: ServeOptions) -> type[HttpToolsProtocol]:
-    """A protocol class for `uvicorn.Config(http=...)`."""
-    connections: set[HttpToolsProtocol] = set()
+class LimitedProtocol(HttpToolsProtocol):
+    """Closes a connection that is one too many, or whose headers are too large or too slow."""
 
-    class LimitedProtocol(HttpToolsProtocol):
-        """Closes a connection that is one too many, or whose headers are too large or too slow."""
+    limits: ServeOptions
+    open_connections: set[HttpToolsProtocol]
+    _in_headers = True
+    _in_body = False
+    _header_bytes = 0
+    _num_headers = 0
+    _deadline: asyncio.TimerHandle | None = None
 
-        _in_headers = True
-        _in_body = False
-        _header_bytes = 0
-        _num_headers = 0
-        _deadline: asyncio.TimerHandle | None = None
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if len(self.open_connections) >= self.limits.max_connections:
+            self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+            return
+        self.open_connections.add(self)
+        self._await_headers()
 
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if len(connections) >= options.max_connections:
-                self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.open_connections.discard(self)
+        self._headers_are_there()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_headers:
+            self._header_bytes += len(data)
+            # The body may come in the same piece as the headers' end.
+            if self._header_bytes - len(data) > self.limits.max_header_bytes:
+                self._refuse(b"431 Request Header Fields Too Large")
                 return
-            connections.add(self)
+        if not self._in_body:
+            # httptools stops at an upgrade. A server that offers none may ignore that one was asked for.
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"\r\nx-grade:", head) + end + rest
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if not self._in_headers:  # of a further request on this connection
             self._await_headers()
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            connections.discard(self)
-            self._headers_are_there()
-            super().connection_lost(exc)
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self.limits.max_header_bytes:
+            raise _TooLarge("the URL is too long")
 
-        def data_received(self, data: bytes) -> None:
-            if self._in_headers:
-                self._header_bytes += len(data)
-                # The body may come in the same piece as the headers' end.
-                if self._header_bytes - len(data) > options.max_header_bytes:
-                    self._refuse(b"431 Request Header Fields Too Large")
-                    return
-            if not self._in_body:
-                # httptools stops at an upgrade. A server that offers none may ignore that one was asked for.
-                head, end, rest = data.partition(b"\r\n\r\n")
-                data = _UPGRADE.sub(b"\r\nx-grade:", head) + end + rest
-            super().data_received(data)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._num_headers += 1
+        if self._num_headers > self.limits.max_headers or len(name) + len(value) > self.limits.max_header_bytes:
+            raise _TooLarge("too many headers")
+        super().on_header(name, value)
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            if not self._in_headers:  # of a further request on this connection
-                self._await_headers()
+    def on_headers_complete(self) -> None:
+        self._headers_are_there()
+        self._in_body = True
+        super().on_headers_complete()
 
-        def on_url(self, url: bytes) -> None:
-            super().on_url(url)
-            if len(self.url) > options.max_header_bytes:
-                raise _TooLarge("the URL is too long")
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
 
-        def on_header(self, name: bytes, value: bytes) -> None:
-            self._num_headers += 1
-            if self._num_headers > options.max_headers or len(name) + len(value) > options.max_header_bytes:
-                raise _TooLarge("too many headers")
-            super().on_header(name, value)
+    def _await_headers(self) -> None:
+        self._in_headers, self._header_bytes, self._num_headers = True, 0, 0
+        self._deadline = self.loop.call_later(self.limits.receive_timeout, self._too_slow)
 
-        def on_headers_complete(self) -> None:
-            self._headers_are_there()
-            self._in_body = True
-            super().on_headers_complete()
+    def _headers_are_there(self) -> None:
+        self._in_headers = False
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
 
-        def on_message_complete(self) -> None:
-            self._in_body = False
-            super().on_message_complete()
+    def _too_slow(self) -> None:
+        self._refuse(b"408 Request Timeout" if self._header_bytes else b"")
 
-        def _await_headers(self) -> None:
-            self._in_headers, self._header_bytes, self._num_headers = True, 0, 0
-            self._deadline = self.loop.call_later(options.receive_timeout, self._too_slow)
+    def _refuse(self, status: bytes) -> None:
+        if status and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+        self.transport.close()
 
-        def _headers_are_there(self) -> None:
-            self._in_headers = False
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
 
-        def _too_slow(self) -> None:
-            self._refuse(b"408 Request Timeout" if self._header_bytes else b"")
-
-        def _refuse(self, status: bytes) -> None:
-            if status and not self.transport.is_closing():
-                self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
-            self.transport.close()
-
-    return LimitedProtocol
+def limited_protocol(options: ServeOptions) -> type[LimitedProtocol]:
+    """A protocol class for `uvicorn.Config(http=...)`, with these limits and a count of its own connections."""
+    return type("LimitedProtocol", (LimitedProtocol,), {"limits": options, "open_connections": set()})

@@ -65,7 +65,7 @@ async def tokenize(service: Service, exchange: Exchange, key: str) -> None:
         text = await service.offload(
             exchange.body_size, service.render, request.messages, request.chat_template_kwargs or {},
             tools=request.tools,
-            add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+            add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
         )  # fmt: skip
         token_ids = await service.encode(text, "messages", bool(request.add_special_tokens))

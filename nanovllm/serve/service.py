@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
+from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.chat import chat_text, check_messages
 from nanovllm.engine.output_stream import OutputStream
@@ -60,6 +61,11 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.options.model_names[0]
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: with another one, a seed may give another answer."""
+        return f"nanovllm-{__version__}"
 
     @property
     def unhealthy(self) -> str | None:

@@ -8,6 +8,7 @@ import torch
 from nanovllm import LLM
 from nanovllm.kernels import all_ops, resolve_kernels
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
+from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.stored_matrices import FloatMatrix
 from nanovllm.weights.quantization.online import to_fp8
@@ -20,6 +21,7 @@ CPU = torch.device("cpu")
 OP = "linear_fp8_dynamic"
 LEAST = 5
 REFERENCE = all_ops()[OP].native
+AFTER_SILU = all_ops()[f"silu_and_mul_{OP}"]
 
 
 def drawn(rows, columns, seed=0):
@@ -116,6 +118,33 @@ def engine_calls(directory, **options):
         llm = LLM(str(directory), quantization="fp8", **options)
     llm.generate(prompts(), GREEDY, use_tqdm=False)
     return calls
+
+
+@pytest.mark.parametrize("activation, fused", [("silu", True), ("gelu", False)])
+def test_a_down_projection_activates_what_it_quantises(activation, fused):
+    calls = []
+
+    def of_gate_up(gate_up, weight, scale, bias=None):
+        calls.append(len(gate_up))
+        return AFTER_SILU.native(gate_up, weight, scale, bias)
+
+    num_tokens = lambda weight: range(LEAST, 100)  # noqa: E731
+    with (
+        registered(OP, REFERENCE, num_tokens=num_tokens),
+        registered(AFTER_SILU.name, of_gate_up, num_tokens=num_tokens),
+    ):
+        kernels = resolve_kernels(CPU, True, {OP: ["mine"], AFTER_SILU.name: ["mine"]})
+    mlp = GatedMLP(256, 128, kernels, activation=activation)
+    gate_up, down = to_fp8(drawn(256, 256, 3)), to_fp8(drawn(256, 128, 4))
+    for layer, matrix in ((mlp.gate_up_proj, gate_up), (mlp.down_proj, down)):
+        del layer.weight
+        layer.weight = PackedWeight([matrix], torch.float32, kernels)
+    few, many = drawn(LEAST - 1, 256, 1), drawn(LEAST, 256, 2)
+    act = all_ops()[f"{activation}_and_mul"].native
+    want = act(few @ gate_up.dequantised().T) @ down.dequantised().T
+    assert torch.allclose(mlp(few), want, atol=1e-6) and calls == []
+    want = REFERENCE(act(REFERENCE(many, *gate_up.operands())), *down.operands())
+    assert torch.equal(mlp(many), want) and calls == [LEAST] * fused
 
 
 def test_an_engine_quantises_activations_of_prompts_but_never_those_of_the_head(directory):

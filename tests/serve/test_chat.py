@@ -77,3 +77,7 @@ def test_the_last_message_goes_on(server, llm):
     messages = [*MESSAGES, {"role": "assistant", "content": "sure"}]
     found = server.post("/tokenize", messages=messages, continue_final_message=True)
     assert llm.tokenizer.decode(found["tokens"]).endswith("<|assistant|>sure")
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
+    for path in ("/tokenize", "/v1/chat/completions"):
+        status, error = server.refused(path, **body)
+        assert status == 400 and "add_generation_prompt=False" in error["message"]

@@ -42,6 +42,29 @@ def test_token_ids_as_prompts(server, llm):
         assert found["choices"][0]["prompt_token_ids"] == ids and len(found["choices"][0]["token_ids"]) == 5
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_in_a_stream(server, path):
+    """The prompt's come once, with the first chunk of each choice; every token of the output comes in one chunk."""
+    asked = (
+        {"prompt": "hello there"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    )
+    body = asked | {"max_tokens": 6, "n": 2, "seed": 1, "return_token_ids": True}
+    whole = server.post(path, **body)
+    expected = {choice["index"]: choice["token_ids"] for choice in whole["choices"]}
+    assert whole["system_fingerprint"].startswith("nanovllm-")
+    found, prompts = {0: [], 1: []}, {0: [], 1: []}
+    for chunk in server.events(path, **body):
+        for choice in [] if chunk == "[DONE]" else chunk["choices"]:
+            assert chunk["system_fingerprint"] == whole["system_fingerprint"]
+            tokens, prompt = choice.get("token_ids"), (choice | chunk).get("prompt_token_ids")
+            found[choice["index"]] += tokens or []
+            prompts[choice["index"]] += [] if prompt is None else [prompt]
+            if path == "/v1/chat/completions":
+                assert prompt is not None or tokens or choice["delta"] or choice["finish_reason"]
+    prompt = whole.get("prompt_token_ids") or whole["choices"][0]["prompt_token_ids"]
+    assert found == expected and prompts == {0: [prompt], 1: [prompt]}
+
+
 def test_echo_and_log_probabilities(server, llm):
     """What lm-eval asks for: the log-probabilities of a prompt, and nothing generated."""
     prompt = "abc hello"

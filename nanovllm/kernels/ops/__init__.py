@@ -10,7 +10,7 @@ from nanovllm.kernels.ops.embedding import embedding
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
 from nanovllm.kernels.ops.linear_fp8 import linear_fp8
-from nanovllm.kernels.ops.linear_fp8_dynamic import linear_fp8_dynamic
+from nanovllm.kernels.ops.linear_fp8_dynamic import linear_fp8_dynamic, silu_and_mul_linear_fp8_dynamic
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
 from nanovllm.kernels.ops.linear_packed import linear_packed_add_rms_norm, linear_packed_silu_and_mul
@@ -65,5 +65,6 @@ __all__ = [
     "rotary_embedding",
     "sample",
     "silu_and_mul",
+    "silu_and_mul_linear_fp8_dynamic",
     "store_kvcache",
 ]

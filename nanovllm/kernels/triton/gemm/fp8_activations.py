@@ -1,6 +1,6 @@
-"""The op `linear_fp8_dynamic`: a kernel quantises activations, and fp8 tensor cores multiply.
+"""The op `linear_fp8_dynamic`, and `silu_and_mul_linear_fp8_dynamic`.
 
-PyTorch's library multiplies, or `fp8_product` what that does not take.
+A kernel quantises activations. PyTorch's library multiplies, or `fp8_product` what that does not take.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.ops import linear_fp8_dynamic as op
+from nanovllm.kernels import ops as op
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape
 from nanovllm.kernels.ops.linear_fp8_dynamic import (
     LARGEST,
@@ -21,30 +21,38 @@ from nanovllm.kernels.ops.linear_fp8_dynamic import (
     library_refuses,
     refused,
 )
+from nanovllm.kernels.triton.device_math import gated_product, rounded
 from nanovllm.kernels.triton.gemm.fp8_product import fp8_product
 from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS
-from nanovllm.kernels.triton.launch_arguments import cdiv, matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton.launch_arguments import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.move_rows import to_fp8
 
 
 @triton.jit
 def quantise_kernel(
-    x,  # [num_tokens, size], rows x_stride apart
-    codes,  # uint8 [tokens, size]
+    x,  # [num_tokens, SIZE], rows x_stride apart; GATED: [num_tokens, 2 * SIZE], gate then up
+    codes,  # uint8 [tokens, SIZE]
     scales,  # float32 [tokens, groups], column by column; ROWS: [tokens]
     num_tokens, x_stride, scale_stride,
-    SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
-    LARGEST: tl.constexpr, CONVERTS: tl.constexpr,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
+    LEAST: tl.constexpr, LARGEST: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens]; those from num_tokens on are zeros. GROUPS, GROUP: powers of two that hold a row.
+    """Grid [tokens, pieces of GROUPS groups of GROUP columns]; ROWS: a piece is a row. Both are powers of two.
 
-    CONVERTS: the GPU has an instruction that rounds to e4m3.
+    Tokens from num_tokens on are zeros. GATED: silu(gate) * up is quantised. CONVERTS: the GPU has an instruction that
+    rounds to e4m3.
     """
     token = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, GROUPS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live = at < SIZE
-    v = tl.load(x + token * x_stride + at, at < tl.where(token < num_tokens, SIZE, 0), other=0.0).to(tl.float32)
+    there = at < tl.where(token < num_tokens, SIZE, 0)
+    x += token * x_stride
+    v = tl.load(x + at, there, other=0.0).to(tl.float32)
+    if GATED:
+        dtype: tl.constexpr = x.dtype.element_ty
+        up = tl.load(x + SIZE + at, there, other=0.0).to(tl.float32)
+        v = rounded(gated_product(v, up, "silu", dtype), dtype)
     largest = tl.max(tl.abs(v), 1)
     if ROWS:
         largest = tl.broadcast_to(tl.max(largest, 0)[None], [GROUPS])
@@ -78,24 +86,32 @@ def num_tokens_linear_fp8_dynamic(weight: torch.Tensor) -> range:
     return range(MAX_TOKENS + 1, 1 << 31) if converts_to_fp8(weight.device) else range(0)
 
 
-def quantised(x: torch.Tensor, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+num_tokens_silu_and_mul_linear_fp8_dynamic = num_tokens_linear_fp8_dynamic
+
+
+def quantised(x: torch.Tensor, columns: int, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x [num_tokens, size] as (float8_e4m3fn [tokens, size], float32 scales [tokens, size / columns]).
 
     tokens: num_tokens rounded up to a multiple of 16; the further ones are zeros. Scales lie column by column.
 
     Args:
         columns: that share a scale: 128, or all, at most 32,768.
+        gated: x is [num_tokens, 2 * size], and silu(gate) * up of its halves is quantised.
     """
     x, num_tokens, stride = matrix_of(x)
-    size, tokens = x.shape[-1], cdiv(num_tokens, MULTIPLE) * MULTIPLE
+    size, tokens = x.shape[-1] // (1 + gated), cdiv(num_tokens, MULTIPLE) * MULTIPLE
     codes = torch.empty((tokens, size), dtype=torch.uint8, device=x.device)
     scales = torch.empty((cdiv(size, columns), tokens), dtype=torch.float32, device=x.device).t()
     group = min(BLOCK, next_power_of_2(size))
     groups = next_power_of_2(cdiv(size, group))
+    pieces = 1
+    if columns != size:  # no idle groups at the end of a row, if its size allows
+        groups = min(groups, largest_block(cdiv(size, group), 32, 8) or 32)
+        pieces = cdiv(size, groups * group)
     if tokens:
-        quantise_kernel[(tokens,)](
-            x, codes, scales, num_tokens, stride, scales.stride(1), size, groups, group, columns == size, LEAST,
-            LARGEST, converts_to_fp8(x.device), num_warps=warps_for(groups * group, 16, 8),
+        quantise_kernel[(tokens, pieces)](
+            x, codes, scales, num_tokens, stride, scales.stride(1), size, groups, group, columns == size, gated, LEAST,
+            LARGEST, converts_to_fp8(x.device), num_warps=warps_for(groups * group, 16),
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
 
@@ -108,16 +124,39 @@ def scales_of_weight(scale: torch.Tensor, outputs: int) -> torch.Tensor:
 def linear_fp8_dynamic(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The op `linear_fp8_dynamic`, by the reference where the library refuses the arguments."""
-    if x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x: expected [..., {weight.shape[1]}], as the weight has, not {list(x.shape)}")
-    block_shape(weight, scale)
-    outputs, size = weight.shape
-    columns = columns_of_a_scale(size, scale)
+    """The op `linear_fp8_dynamic`, by the reference where `refused` says so."""
+    _check(x, weight, scale, False)
     if refused(x, weight, scale, bias) is not None:
-        return op.native(x, weight, scale, bias)
-    codes, scales = quantised(x, columns)
-    num_tokens = x.numel() // size
+        return op.linear_fp8_dynamic.native(x, weight, scale, bias)
+    return _product(x, weight, scale, bias, False)
+
+
+def silu_and_mul_linear_fp8_dynamic(
+    gate_up: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The op `silu_and_mul_linear_fp8_dynamic`, by the reference where `refused` says so."""
+    _check(gate_up, weight, scale, True)
+    if refused(gate_up, weight, scale, bias) is not None:
+        return op.silu_and_mul_linear_fp8_dynamic.native(gate_up, weight, scale, bias)
+    return _product(gate_up, weight, scale, bias, True)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, gated: bool) -> None:
+    """Raise ValueError unless the shapes fit. Layers do not check them."""
+    size = weight.shape[1]
+    if x.shape[-1] != size * (1 + gated):
+        wanted = f"{2 * size}], twice the columns of the weight" if gated else f"{size}], as the weight has"
+        raise ValueError(f"{'gate_up' if gated else 'x'}: expected [..., {wanted}, not {list(x.shape)}")
+    block_shape(weight, scale)
+    columns_of_a_scale(size, scale)
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
+    outputs, size = weight.shape
+    codes, scales = quantised(x, columns_of_a_scale(size, scale), gated)
+    num_tokens = x.numel() // x.shape[-1]
     if x.is_cuda and library_refuses(x, weight, scale) is None:
         y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
         y = y[:num_tokens] if bias is None else y[:num_tokens] + bias

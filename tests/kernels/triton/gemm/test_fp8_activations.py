@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 triton = pytest.importorskip("triton")
 
-from nanovllm.kernels.ops import linear_fp8, linear_fp8_dynamic
+from nanovllm.kernels.ops import linear_fp8, linear_fp8_dynamic, silu_and_mul
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
 from nanovllm.kernels.triton.gemm import fp8_activations
@@ -38,6 +38,29 @@ def test_codes_and_scales_are_those_of_the_reference(size, columns, dtype, poiso
     assert torch.equal(scales[:5], want_scales) and not codes[5:].float().any()
     assert scales.stride() == (1, 16)  # column by column, as the library reads them
     assert float(codes.float().abs().max()) == 448
+
+
+@pytest.mark.parametrize("size, columns", [(256, 128), (640, 128), (4224, 128), (96, 96), (1280, 1280)])
+def test_silu_is_rounded_before_it_is_quantised(size, columns, poison):
+    gate_up = strided(randn(5, 2 * size, dtype=torch.bfloat16, scale=3.0))
+    codes, scales = fp8_activations.quantised(gate_up, columns, gated=True)
+    want, want_scales = quantise_fp8(silu_and_mul.native(gate_up), columns)
+    assert codes.shape == (16, size) and not codes[5:].float().any()
+    # SiLU may be rounded another way, to the next of 256 numbers of bfloat16 and sometimes to the next code.
+    torch.testing.assert_close(scales[:5], want_scales, rtol=2**-7, atol=0)
+    torch.testing.assert_close(codes[:5].float(), want.float(), rtol=2**-3, atol=2**-8)
+    same = codes[:5].view(torch.uint8) == want.view(torch.uint8)
+    assert same.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("outputs, size, rows, columns", [(144, 640, 128, 128), (16, 96, 1, 0), (9, 33, 0, 0)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_product_of_silu(outputs, size, rows, columns, biased, poison):
+    weight, scale = weights(outputs, size, rows, columns)
+    gate_up, bias = randn(3, 2, 2 * size, dtype=torch.float32), randn(outputs, dtype=torch.float32) if biased else None
+    got = fp8_activations.silu_and_mul_linear_fp8_dynamic(gate_up, weight, scale, bias)
+    want = linear_fp8_dynamic.native(silu_and_mul.native(gate_up), weight, scale, bias)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
 
 
 def test_an_integer_times_its_scale_is_kept():
@@ -81,6 +104,10 @@ def test_wrong_shapes_are_errors():
         linear_fp8_dynamic(randn(2, 200, dtype=torch.float32), weight, scale)
     with pytest.raises(ValueError, match=r"x: expected \[..., 200\], as the weight has, not \[2, 128\]"):
         fp8_activations.linear_fp8_dynamic(randn(2, 128, dtype=torch.float32), weight, scale)
+    with pytest.raises(
+        ValueError, match=r"gate_up: expected \[..., 512\], twice the columns of the weight, not \[2, 256\]"
+    ):
+        fp8_activations.silu_and_mul_linear_fp8_dynamic(randn(2, 256, dtype=torch.float32), *weights(16, 256, 128, 128))
     with pytest.raises(ValueError, match="scale: expected"):
         linear_fp8_dynamic(randn(2, 200, dtype=torch.float32), weight, scale[:, :1].repeat(3, 1))
 
