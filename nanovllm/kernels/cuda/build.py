@@ -235,7 +235,7 @@ def _build(name: str, directory: Path, capability: tuple[int, int], folder: Path
     from torch.utils import cpp_extension
 
     (directory / "lock").unlink(missing_ok=True)  # PyTorch's: left by a build that was killed
-    logger.info("compiling the CUDA C++ kernels into %s, once for this version and GPU", directory)
+    logger.warning("compiling CUDA C++ kernels into %s: once for this version and GPU, up to two minutes", directory)
     start = time.perf_counter()
     files = [str(folder / f) for f in sources(folder) if not f.endswith(".cuh")]
     path, cpp_home = os.environ.get("PATH", ""), cpp_extension.CUDA_HOME
