@@ -46,15 +46,7 @@ TUNABLES: Mapping[str, tuple[Tunable, ...]] = {
     "add_rms_norm_linear": (t.SMALL_PRODUCT,),
     "add_rms_norm_gate_up": (t.SMALL_PRODUCT,),
     **dict.fromkeys(
-        (
-            "linear_fp8",
-            "linear_gguf",
-            "linear_int4",
-            "linear_int8",
-            "linear_packed_add_rms_norm",
-            "linear_packed_silu_and_mul",
-        ),
-        (t.PACKED_PRODUCT,),
+        ("linear_fp8", "linear_gguf", "linear_int4", "linear_int8", "linear_packed_add_rms_norm"), (t.PACKED_PRODUCT,)
     ),
     "attention_decode": _DECODE,
     "qk_norm_rope_attention": _DECODE,

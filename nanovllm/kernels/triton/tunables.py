@@ -245,8 +245,7 @@ PACKED_PRODUCT = Tunable(
     {"tokens": int, "outputs": int, "size": int, "dtype": torch.dtype, "storage": str, "bits": int, "parts": bool},
     (f"{_GEMM}.packed_plan:PackedPlan",),
     tuple(f"{_GEMM}.{n}" for n in (
-        "packed_kernels:group_kernel", "packed_kernels:part_kernel", "packed_kernels:add_gated_splits",
-        "stream_kernel:add_splits",
+        "packed_kernels:group_kernel", "packed_kernels:part_kernel", "stream_kernel:add_splits"
     )),
     _refuse_packed,
     batch=("tokens",), rounded={"tokens": packed_tokens},

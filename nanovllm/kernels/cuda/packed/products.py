@@ -21,6 +21,7 @@ from nanovllm.kernels.ops.linear_packed import check_storage
 from nanovllm.kernels.triton.gemm import packed_products
 from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
+from nanovllm.kernels.triton.rows.activation import silu_and_mul
 
 _GROUP = 128
 _ALL = 31
@@ -176,7 +177,7 @@ def linear_packed_silu_and_mul(
     """The op `linear_packed_silu_and_mul`."""
     w = _operands(x, storage, weight, scale, zero)
     if w is None:
-        return packed_products.linear_packed_silu_and_mul(x, storage, weight, scale, zero)
+        return silu_and_mul(packed_products.packed_product(x, storage, weight, scale, zero)[0])
     return _run(x, w, None, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
 
 
@@ -193,6 +194,12 @@ def linear_packed_add_rms_norm(
     return sum_add_rms_norm(_run(x, w, None, sums=True), bias, residual, norm_weight, eps)
 
 
-# `num_tokens` of the providers, as of the provider `triton`.
-num_tokens_linear_packed_silu_and_mul = packed_products.num_tokens_linear_packed_silu_and_mul
+# `num_tokens` of the providers: with other numbers of tokens, layers call the separate ops.
+
+
+def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
+    """8-bit floats have no kernel here."""
+    return range(1, MAX_TOKENS + 1) if weight.dtype == torch.uint8 else range(0)
+
+
 num_tokens_linear_packed_add_rms_norm = packed_products.num_tokens_linear_packed_add_rms_norm

@@ -8,16 +8,13 @@ tile's columns by the scale. `part_kernel` is for finer scales: it multiplies sc
 
 If the weight has too few rows to keep all multiprocessors reading, programs share the columns (SPLIT). A second kernel
 adds their sums in order.
-
-GATED: the rows of the weight are those of a gate, then as many of an up projection. A program has rows of both, and
-gives silu(gate) * up.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from nanovllm.kernels.triton.device_math import gated_product, to_dtype
+from nanovllm.kernels.triton.device_math import to_dtype
 from nanovllm.kernels.triton.gemm.packed_decode import (
     decode_fp8,
     decode_int,
@@ -29,62 +26,15 @@ from nanovllm.kernels.triton.gemm.tiles import dot
 
 
 @triton.jit
-def program_rows(num_rows, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """(rows, live): the ROWS rows of the weight that this program multiplies.
-
-    GATED: 8 of the gate and the same of the up projection alternate. A thread then has the sums of both: in a tile of
-    tensor cores its rows are 8 apart.
-    """
-    r = tl.arange(0, ROWS)
-    if GATED:
-        output = tl.program_id(0) * (ROWS // 2) + r // 16 * 8 + r % 8
-        return output + r // 8 % 2 * (num_rows // 2), output < num_rows // 2
-    else:
-        rows = tl.program_id(0) * ROWS + r
-        return rows, rows < num_rows
-
-
-@triton.jit
-def store_outputs(
-    acc, bias, y, rows, row_live, num_rows, tokens, num_tokens, SPLIT: tl.constexpr, GATED: tl.constexpr
-):  # fmt: skip
-    """Store sums [rows, tokens] as y [num_tokens, num_rows], or if GATED as silu(gate) * up [num_tokens, num_rows / 2].
-
-    SPLIT: store them in float32 in y[program_id(1)] [num_tokens, num_rows]. GATED: sums of gate and up alternate there.
-    """
-    if SPLIT:
-        y += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
-        if GATED:
-            half = num_rows // 2
-            rows = tl.where(rows < half, 2 * rows, 2 * (rows - half) + 1)
-    elif GATED:
-        ROWS: tl.constexpr = acc.shape[0]
-        pairs = tl.permute(tl.reshape(acc, [ROWS // 16, 2, 8, acc.shape[1]]), [0, 2, 3, 1])
-        gate, up = tl.split(pairs)
-        acc = tl.reshape(gated_product(gate, up, "silu", y.dtype.element_ty), [ROWS // 2, acc.shape[1]])
-        rows = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
-        num_rows = num_rows // 2
-        row_live = rows < num_rows
-    elif bias is not None:
-        acc += tl.load(bias + rows, row_live, other=0.0).to(tl.float32)[:, None]
+def store_outputs(acc, bias, y, rows, num_rows, tokens, num_tokens, SPLIT: tl.constexpr):
+    """Store sums [rows, tokens] as y [num_tokens, num_rows]; with SPLIT float32, in y[program_id(1)]."""
+    live = (rows < num_rows)[:, None] & (tokens < num_tokens)[None, :]
     at = tokens.to(tl.int64)[None, :] * num_rows + rows[:, None]
-    tl.store(y + at, to_dtype(acc, y.dtype.element_ty), row_live[:, None] & (tokens < num_tokens)[None, :])
-
-
-@triton.jit
-def add_gated_splits(parts, y, total, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """y [total] = silu(gate) * up from their parts [SPLITS, total, 2], added in order."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    i = tl.program_id(0) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
-    acc = tl.zeros([2 * BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        acc += tl.load(parts + split * (2 * total) + i, i < 2 * total, other=0.0)
-    gate, up = tl.split(tl.reshape(acc, [BLOCK, 2]))
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    dtype: tl.constexpr = y.dtype.element_ty
-    tl.store(y + at, to_dtype(gated_product(gate, up, "silu", dtype), dtype), at < total)
+    if SPLIT:
+        at += tl.program_id(1).to(tl.int64) * num_tokens * num_rows
+    elif bias is not None:
+        acc += tl.load(bias + rows, rows < num_rows, other=0.0).to(tl.float32)[:, None]
+    tl.store(y + at, to_dtype(acc, y.dtype.element_ty), live)
 
 
 @triton.jit
@@ -111,8 +61,8 @@ def group_kernel(
     weight,  # [num_rows, words] int16
     scale,  # [rows, columns] of scales
     zero,  # uint8, like scale; None: the middle
-    bias,  # [num_rows] or None; None if GATED
-    y,  # see store_outputs
+    bias,  # [num_rows] or None
+    y,  # [num_tokens, num_rows], or if SPLIT [splits, num_tokens, num_rows] float32
     num_tokens, num_rows, words, split_words, x_stride, weight_stride, scale_columns,
     DTYPE: tl.constexpr,  # of x
     FLOATS: tl.constexpr,  # weights are 8-bit floats; else integers of BITS
@@ -120,13 +70,14 @@ def group_kernel(
     SCALE_ROWS: tl.constexpr,  # rows of the weight that share a scale
     SCALE_WORDS: tl.constexpr,  # words of a row that share a scale: a multiple of BLOCK, or all
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr,
-    STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [tiles of ROWS rows, splits of split_words words, blocks of TOKENS]; BLOCK: words of a tile."""
     PER: tl.constexpr = 16 // BITS
-    rows, row_live = program_rows(num_rows, ROWS, GATED)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     cols = tl.arange(0, BLOCK)
+    row_live = rows < num_rows
     token_live = tokens < num_tokens
     w_rows = weight + rows.to(tl.int64)[:, None] * weight_stride
     x_rows = x + tokens.to(tl.int64)[None, :] * x_stride
@@ -168,7 +119,7 @@ def group_kernel(
         s = next_s
         if zero is not None:
             z = next_z
-    store_outputs(acc, bias, y, rows, row_live, num_rows, tokens, num_tokens, SPLIT, GATED)
+    store_outputs(acc, bias, y, rows, num_rows, tokens, num_tokens, SPLIT)
 
 
 @triton.jit
@@ -202,15 +153,16 @@ def part_kernel(
     PART_WORDS: tl.constexpr,  # words of a part, a divisor of BLOCK
     BLOCK_PARTS: tl.constexpr,  # one of this and the parts of a tile divides the other
     TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, MASK: tl.constexpr,
-    STAGES: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `group_kernel`, for scales and minima of parts of a few columns."""
     PER: tl.constexpr = 16 // BITS
     PARTS: tl.constexpr = BLOCK // PART_WORDS
     D_PARTS: tl.constexpr = PARTS // BLOCK_PARTS if PARTS > BLOCK_PARTS else 1
-    rows, row_live = program_rows(num_rows, ROWS, GATED)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tokens = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     cols = tl.arange(0, BLOCK)
+    row_live = rows < num_rows
     token_live = tokens < num_tokens
     w_rows = weight + rows.to(tl.int64)[:, None] * weight_stride
     x_rows = x + tokens.to(tl.int64)[None, :] * x_stride
@@ -271,4 +223,4 @@ def part_kernel(
         x_tiles = split_columns(xs, PER, DTYPE)
         for i in tl.static_range(PER):
             acc = dot(w_tiles[i], x_tiles[i], acc, "ieee")
-    store_outputs(acc, bias, y, rows, row_live, num_rows, tokens, num_tokens, SPLIT, GATED)
+    store_outputs(acc, bias, y, rows, num_rows, tokens, num_tokens, SPLIT)

@@ -22,7 +22,7 @@ from nanovllm.kernels.ops.linear_packed import check_storage
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_dequantise import dequantised
-from nanovllm.kernels.triton.gemm.packed_kernels import add_gated_splits, group_kernel, part_kernel
+from nanovllm.kernels.triton.gemm.packed_kernels import group_kernel, part_kernel
 from nanovllm.kernels.triton.gemm.packed_plan import (
     MAX_TOKENS,
     PackedPlan,
@@ -34,21 +34,18 @@ from nanovllm.kernels.triton.gemm.packed_plan import (
 from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
 from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
-from nanovllm.kernels.triton.rows.activation import silu_and_mul
 from nanovllm.kernels.triton.rows.norm import add_rms_norm
 
 _ALL = 1 << 30
 """Rows or words that share a scale, where all do."""
 GROUP_COLUMNS = 128
 """Of a tile of `group_kernel`, to all of which a scale belongs."""
-_FINISHED = 256
-"""Outputs of a program of `add_gated_splits`."""
 _SIXTEEN = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-Form = Literal["product", "gated", "sums"]
-"""What a product is wanted as. "product": x W^T + b. "gated": silu(gate) * up, where W has the rows of the gate, then
-those of the up projection. "sums": float32 [splits, num_tokens, outputs] without bias, which another kernel adds.
+Form = Literal["product", "sums"]
+"""What a product is wanted as. "product": x W^T + b. "sums": float32 [splits, num_tokens, outputs] without bias, which
+another kernel adds.
 """
 Formed = tuple[torch.Tensor, bool]
 """(result, whether it has the form that was wanted); if not it is the product [..., outputs]."""
@@ -91,7 +88,7 @@ def _launch(
 ) -> Formed:  # fmt: skip
     """shape: of x."""
     x, weight, num_tokens, tokens = call.x, call.weight, call.num_tokens, call.tokens
-    num_rows, words, parts, gated = weight.shape[0], x.shape[1], kernel is part_kernel, call.form == "gated"
+    num_rows, words, parts = weight.shape[0], x.shape[1], kernel is part_kernel
     if plan is None:
         size, rounded = words * 16 // bits, tunables.packed_tokens(num_tokens)
         key = rounded, num_rows, size, call.dtype, storage, bits, parts
@@ -102,25 +99,20 @@ def _launch(
     blocks = cdiv(words, block)
     split_blocks = cdiv(blocks, min(plan.splits, blocks))
     splits = cdiv(blocks, split_blocks)
-    y = torch.empty((*shape[:-1], num_rows // (1 + gated)), dtype=call.dtype, device=x.device)
+    y = torch.empty((*shape[:-1], num_rows), dtype=call.dtype, device=x.device)
     target = y if splits == 1 else torch.empty((splits, num_tokens, num_rows), dtype=torch.float32, device=x.device)
     pdl = has_dependent_launch(x.device)
     kernel[cdiv(num_rows, plan.rows), splits, cdiv(num_tokens, tokens)](
         x, weight, *tensors, call.bias, target, num_tokens, num_rows, words, split_blocks * block, x.stride(0),
         weight.stride(0), *numbers, DTYPE=_SIXTEEN[call.dtype], BITS=bits, TOKENS=tokens, ROWS=plan.rows, BLOCK=block,
-        SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, GATED=gated, PDL=pdl,
+        SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, PDL=pdl,
         num_warps=plan.warps, launch_pdl=pdl, **constants,
     )  # fmt: skip
     if splits == 1:
         return y, call.form != "sums"
     if call.form == "sums":
         return target, True
-    if gated:
-        add_gated_splits[(cdiv(y.numel(), _FINISHED),)](
-            target, y, y.numel(), splits, _FINISHED, pdl, num_warps=_FINISHED // 64, launch_pdl=pdl
-        )
-    else:
-        finish_splits(target, call.bias, y.view(num_tokens, num_rows), "none", False, pdl)
+    finish_splits(target, call.bias, y.view(num_tokens, num_rows), "none", False, pdl)
     return y, True
 
 
@@ -254,25 +246,17 @@ def linear_gguf(
     return _linear_gguf(x, weight, kind, bias, plan)[0]
 
 
-def _formed(
+def packed_product(
     x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
-    bias: torch.Tensor | None, plan: PackedPlan | None, form: Form,
+    bias: torch.Tensor | None = None, plan: PackedPlan | None = None, form: Form = "product",
 ) -> Formed:  # fmt: skip
+    """The product with a weight in any form of storage, as `linear_packed_add_rms_norm` has it."""
     check_storage(storage, scale)
     if scale is None:
         return _linear_gguf(x, weight, storage, bias, plan, form)
     if storage == "fp8":
         return _linear_fp8(x, weight, scale, bias, plan, form)
     return _linear_int(x, weight, scale, zero, bias, 4 if storage == "int4" else 8, plan, form)
-
-
-def linear_packed_silu_and_mul(
-    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
-    plan: PackedPlan | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The op `linear_packed_silu_and_mul`."""
-    y, gated = _formed(x, storage, weight, scale, zero, None, plan, "gated")
-    return y if gated else silu_and_mul(y)
 
 
 def linear_packed_add_rms_norm(
@@ -282,7 +266,7 @@ def linear_packed_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `linear_packed_add_rms_norm`: where programs share columns, one kernel adds their sums and norms."""
     form: Form = "sums" if norms_sums(x.device) else "product"
-    y, formed = _formed(x, storage, weight, scale, zero, bias, plan, form)
+    y, formed = packed_product(x, storage, weight, scale, zero, bias, plan, form)
     if form == "sums" and formed:
         return sum_add_rms_norm(y, bias, residual, norm_weight, eps)
     return add_rms_norm(y, residual, norm_weight, eps, fresh=True)
@@ -294,10 +278,6 @@ def norms_sums(device: torch.device) -> bool:
 
 
 # `num_tokens` of the providers: with other numbers of tokens, layers call the separate ops.
-
-
-def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
-    return range(1, MAX_TOKENS + 1)
 
 
 def num_tokens_linear_packed_add_rms_norm(weight: torch.Tensor) -> range:

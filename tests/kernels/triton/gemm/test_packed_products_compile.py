@@ -15,7 +15,6 @@ from nanovllm.kernels.triton.gemm.packed_plan import tokens_of_a_program
 from tests.kernels.triton.compiled import compiled, launches_of, resources, wide
 
 OUTPUTS, SIZE = 4096, 4096
-WIDE = 12288  # outputs of the gate
 
 
 def empty(*shape, dtype=torch.uint8):
@@ -39,26 +38,13 @@ def cases(tokens, dtype):
         yield name, lambda w=weight, kind=name + PLANES: packed_products.linear_gguf(x, w, kind)
 
 
-def gated_cases(tokens, dtype):
-    """As `cases`, for silu(gate) * up of weights that are large enough for programs not to share columns."""
-    x = empty(tokens, SIZE, dtype=dtype)
-    gated = packed_products.linear_packed_silu_and_mul
-    floats, scale = empty(2 * WIDE, SIZE, dtype=torch.float8_e4m3fn), empty(WIDE // 64, 32, dtype=torch.float32)
-    yield "fp8 gated", lambda: gated(x, "fp8", floats, scale, None)
-    words, half = empty(2 * WIDE, SIZE // 2), empty(2 * WIDE, 32, dtype=torch.float16)
-    yield "int4 gated", lambda: gated(x, "int4", words, half, None)
-    for name in ("Q4_K", "Q6_K"):
-        rows = empty(2 * WIDE, GGUF_TYPES[name].plane_offsets(SIZE)[1])
-        yield f"{name} gated", lambda w=rows, kind=name + PLANES: gated(x, kind, w, None, None)
-
-
-def check(capability, tokens, dtype, tmp_path, monkeypatch, chosen=None, made=cases):
+def check(capability, tokens, dtype, tmp_path, monkeypatch, chosen=None):
     monkeypatch.setattr(
         packed_products, "tokens_of_a_program", lambda n, shared: tokens_of_a_program(n, capability >= 90)
     )
     seen = 0
-    for name, kernel, args, options in launches_of([c for c in made(tokens, dtype) if chosen in (None, c[0])]):
-        if kernel.__name__ in ("add_splits", "add_gated_splits"):
+    for name, kernel, args, options in launches_of([c for c in cases(tokens, dtype) if chosen in (None, c[0])]):
+        if kernel.__name__ == "add_splits":
             continue
         named = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90}
         binary = compiled(kernel, tuple(named.values()), {"num_warps": options["num_warps"]}, capability)
@@ -82,7 +68,6 @@ def check(capability, tokens, dtype, tmp_path, monkeypatch, chosen=None, made=ca
 def test_compiles_for_hopper_without_spills_and_copies_16_bytes(tmp_path, monkeypatch):
     for name in ("fp8 32x32", "int4 128 zero", "Q4_K"):
         assert check(90, 1, torch.bfloat16, tmp_path, monkeypatch, name) == 1
-    assert check(90, 1, torch.bfloat16, tmp_path, monkeypatch, "int4 gated", gated_cases) == 1
 
 
 @pytest.mark.slow
@@ -100,7 +85,6 @@ def test_compiles_for_hopper_without_spills_and_copies_16_bytes(tmp_path, monkey
 )
 def test_compiles_without_spills_and_copies_16_bytes(capability, tokens, dtype, tmp_path, monkeypatch):
     assert check(capability, tokens, dtype, tmp_path, monkeypatch) == 11
-    assert check(capability, tokens, dtype, tmp_path, monkeypatch, made=gated_cases) == 4
 
 
 @pytest.mark.parametrize("size, columns", [(4096, 128), (12288, 128), (12288, 12288), (25600, 128)])

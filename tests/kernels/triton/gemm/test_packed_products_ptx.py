@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
-from nanovllm.kernels.ops import linear_fp8, linear_gguf, linear_int4, linear_int8, linear_packed_silu_and_mul
+from nanovllm.kernels.ops import linear_fp8, linear_gguf, linear_int4, linear_int8
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, gguf_planes
 from nanovllm.kernels.triton.gemm import packed_products
 from nanovllm.kernels.triton.gemm.packed_plan import PackedPlan
@@ -52,7 +52,7 @@ def emulated(call, y_dtype):
         binary.asm["ptx"], options["num_warps"], [*parameters, 0, 0], array, {}, binary.metadata.shared,
         memory.arrays(), late,
     )  # fmt: skip
-    grid = -(-named["num_rows"] // named["ROWS"]), 1, -(-y.shape[0] // named["TOKENS"])
+    grid = -(-y.shape[1] // named["ROWS"]), 1, -(-y.shape[0] // named["TOKENS"])
     try:
         for block in np.ndindex(grid):
             machine.run(block, grid, random.Random(sum(block)))
@@ -65,8 +65,8 @@ def integers(high, *shape):
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
 
 
-def check(op, x, plan, roundings=1, **arguments):
-    tolerance = roundings * {torch.bfloat16: 4e-3, torch.float16: 8e-4}[x.dtype]
+def check(op, x, plan, **arguments):
+    tolerance = {torch.bfloat16: 4e-3, torch.float16: 8e-4}[x.dtype]
     got = emulated(lambda: getattr(packed_products, op.name)(x, plan=plan, **arguments), x.dtype)
     wide = {k: v.double() if getattr(v, "dtype", None) in FLOATS else v for k, v in arguments.items()}
     want = op.native(x.double(), **wide)
@@ -107,13 +107,3 @@ def test_parts(dtype, plan, tokens):
             at += n
         weight, kind = gguf_planes(blocks.flatten(1), name)
         check(linear_gguf, x, plan, weight=weight, kind=kind)
-
-
-@pytest.mark.parametrize("plan, tokens", [(TWO_WARPS, 3), (FOUR_WARPS, 40)])
-def test_gate_and_up(plan, tokens):
-    """Rows of both in one tile, fewer of each than fill it."""
-    x, scale = inputs(torch.bfloat16, tokens)
-    words, op = integers(256, OUTPUTS, SIZE // 2), linear_packed_silu_and_mul
-    check(op, x, plan, 4, storage="int4", weight=words, scale=scale, zero=integers(16, OUTPUTS, 2))
-    fine = torch.rand(OUTPUTS, 8, generator=torch.Generator().manual_seed(2)).half()
-    check(op, x, plan, 4, storage="int4", weight=words, scale=fine, zero=None)
