@@ -13,6 +13,7 @@ import sys
 from nanovllm import LLM
 from nanovllm.bench.engines import start
 from nanovllm.bench.job import Job, Repeat
+from nanovllm.hardware.roofline import Work
 
 _WARM_UP_TOKENS = 32
 _WARM_UP_SEED = 999_999
@@ -27,7 +28,7 @@ def main() -> None:
     engine.run([dataclasses.replace(item, num_output=min(item.num_output, _WARM_UP_TOKENS)) for item in items])
     for seed in range(job.seed, job.seed + job.repeat):
         items = workload.draw(seed, vocab_size)
-        found = Repeat.of(engine.run(items), sum(len(item.prompt) for item in items), 0, 0)
+        found = Repeat.of(engine.run(items), sum(len(item.prompt) for item in items), Work())
         times = {
             "ttft": {"median": found.ttft_p50, "p99": found.ttft_p99},
             "itl": {"median": found.itl_p50, "p99": found.itl_p99},

@@ -195,10 +195,13 @@ class Benchmark:
     def _measure_rates(self) -> None:
         """In a process of its own, which leaves nothing in the device's memory: before the engines and after them."""
         job = dataclasses.replace(
-            self._job("nanovllm", "", command_line.peer_options(self.args)), task="rates", limit=None
+            self._job("nanovllm", "", command_line.engine_options(self.args)), task="rates", limit=None
         )
         known = set(self.record.rates.matmul) if self.record.rates else set()
-        missing = {row.about["dtype"] for row in self.record.rows if row.about} - known
+        used = {row.about["dtype"] for row in self.record.rows if row.about}
+        if any(repeat.fp8_flops for row in self.record.rows for repeat in row.repeats):
+            used.add("float8")
+        missing = used - known
         if missing:  # the engine found out what the model is computed in
             job = dataclasses.replace(job, options={**job.options, "dtype": min(missing)})
         try:
@@ -246,9 +249,11 @@ class Benchmark:
                 changed = _changes(before, rates)
                 if changed:
                     print(f"measured again: {changed}; from here on the larger of the two counts", flush=True)
+                if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
+                    print(f"measured on {rates.device}: {further}", flush=True)
                 return
             self.record.rates = rates
-            matmul = ", ".join(f"{v / 1e12:.3g} TFLOP/s {k}" for k, v in sorted(rates.matmul.items()))
+            matmul = _products(rates.matmul)
             print(f"measured on {rates.device}: {rates.bandwidth / 1e9:,.0f} GB/s, {matmul}", flush=True)
         elif kind in ("loading", "started"):
             self.status.show(f"{content} ...")
@@ -288,9 +293,14 @@ class Benchmark:
         return int(not all(c.holds for c in checks))
 
 
+def _products(matmul: dict[str, float]) -> str:
+    """The rates of products, in words."""
+    return ", ".join(f"{v / 1e12:.3g} TFLOP/s {k}" for k, v in sorted(matmul.items()) if v)
+
+
 def _changes(before: Rates, now: Rates) -> str:
     """Rates that came out differently by more than noise, before and now; "" if none did."""
     pairs = [("GB/s", before.bandwidth / 1e9, now.bandwidth / 1e9)]
-    both = sorted(set(before.matmul) & set(now.matmul))
+    both = sorted(k for k, v in now.matmul.items() if v and before.matmul.get(k))
     pairs += [(f"TFLOP/s {k}", before.matmul[k] / 1e12, now.matmul[k] / 1e12) for k in both]
     return ", ".join(f"{n:,.4g} {unit} (before {b:,.4g})" for unit, b, n in pairs if abs(n / b - 1) > _NOISE)

@@ -103,7 +103,7 @@ class Instrument:
             # Before the call: it may write to its arguments.
             if self._mode == "cost" and not self._depth:
                 cost = declared.cost(**arguments) if declared.cost is not None else Work()
-                work = Work(cost.bytes, cost.flops)
+                work = Work(cost.bytes, cost.flops, cost.fp8_flops)
                 self._count(key, work, min(work.bytes, cold_bytes(op, arguments, work)))
             with self._op(key):
                 return fn(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 
 from nanovllm.bench.workloads import Workload
+from nanovllm.hardware.roofline import Work
 
 Emit = Callable[[str, Any], object]
 """Sends (kind, content) to the process that started the job.
@@ -113,6 +114,8 @@ class Repeat:
     flops: int
     foreign_load: float | None = None
     """Processors that other processes kept busy meanwhile."""
+    fp8_flops: int = 0
+    """Those of `flops` that are products with quantised activations; 0 in results of before they were counted."""
 
     @property
     def output_rate(self) -> float:
@@ -123,9 +126,7 @@ class Repeat:
         return self.total_tokens / self.seconds
 
     @classmethod
-    def of(
-        cls, run: Run, num_prompt_tokens: int, work_bytes: int, work_flops: int, foreign: float | None = None
-    ) -> Repeat:
+    def of(cls, run: Run, num_prompt_tokens: int, work: Work, foreign: float | None = None) -> Repeat:
         output = sum(r.num_output for r in run.requests)
         first = [r.first_token for r in run.requests if r.first_token is not None]
         several = [r for r in run.requests if r.num_output > 1]
@@ -138,7 +139,8 @@ class Repeat:
             each = [gap for r in several for gap in r.gaps or ()]
         return cls(
             run.seconds, output, output + num_prompt_tokens, percentile(first, 50), percentile(first, 99),
-            percentile(each, 50), None if only_means else percentile(each, 99), work_bytes, work_flops, foreign,
+            percentile(each, 50), None if only_means else percentile(each, 99), work.bytes, work.flops, foreign,
+            work.fp8_flops,
         )  # fmt: skip
 
 

@@ -175,7 +175,7 @@ def _costs_per_step(
     known = {}
     for c in costs:
         if count[c["phase"]] and c["calls"]:
-            work = Work(round(c["bytes"] / c["calls"]), round(c["flops"] / c["calls"]))
+            work = Work(*(round(c[name] / c["calls"]) for name in ("bytes", "flops", "fp8_flops")))
             known[c["phase"], c["op"], c["module"], c["provider"]] = (
                 c["calls"] / count[c["phase"]],
                 work,
@@ -204,7 +204,7 @@ def _ops(
         device[owner] += kernel.own / len(steps)
     beside = _beside(kernels, len(steps))
     rates = profile.rates
-    matmul = rates.matmul.get(profile.dtype) or float("inf")
+    matmul, fp8_matmul = (rates.matmul.get(dtype) or float("inf") for dtype in (profile.dtype, "float8"))
     # A small model's weights may all stay in the cache from one step to the next.
     own = [known[key] for key in ((phase, *owner) for owner in device) if key in known]
     fits = sum(per_step * cold for per_step, _, cold in own) <= rates.cache_bytes
@@ -213,7 +213,7 @@ def _ops(
         per_step, work, cold = known.get((phase, *owner), (0.0, Work(), 0))
         if work.bytes or work.flops:
             cold = 0 if fits else cold
-            least = op_floor(work, rates.bandwidth, matmul, rates.cache_bytes, rates.cache_bandwidth, cold)
+            least = op_floor(work, rates.bandwidth, matmul, rates.cache_bytes, rates.cache_bandwidth, cold, fp8_matmul)
             floors[owner] = 1e6 * per_step * least
     taken = _with_early_reading(device, floors, beside)
     times = []

@@ -97,6 +97,8 @@ def _roofline(profile: Profile, colors: _Colors) -> Any:
     low, high = min([*known, ridge]) / 3, max([*known, ridge]) * 3
     x = [low * (high / low) ** (i / 100) for i in range(101)]
     ax.plot(x, [min(matmul, profile.rates.bandwidth * i) / 1e9 for i in x], color="0.2", lw=1.5)
+    if fp8_matmul := profile.rates.matmul.get("float8"):
+        ax.plot(x, [min(fp8_matmul, profile.rates.bandwidth * i) / 1e9 for i in x], color="0.6", lw=1, ls=":")
     if profile.rates.cache_bandwidth:
         ax.plot(x, [min(matmul, profile.rates.cache_bandwidth * i) / 1e9 for i in x], color="0.6", lw=1, ls="--")
     ax.set(xscale="log", yscale="log", xlabel="flops a byte", ylabel="GFLOP/s",

@@ -51,7 +51,7 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     _drive(engine, instrument, _shifted(items, 1, engine), instrument.costing if eager else nullcontext)
     costs = [
         {"op": c.op, "module": c.module, "provider": c.provider, "phase": c.phase, "calls": instrument.calls[c],
-         "cold_bytes": instrument.cold[c], "bytes": work.bytes, "flops": work.flops}
+         "cold_bytes": instrument.cold[c], "bytes": work.bytes, "flops": work.flops, "fp8_flops": work.fp8_flops}
         for c, work in instrument.costs.items()
     ]  # fmt: skip
     windows: list[dict[str, Any]] = []

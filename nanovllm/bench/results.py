@@ -48,14 +48,21 @@ def new_record(root: Path, arguments: dict[str, Any]) -> Record:
 def add_shares(row: Row, rates: Rates | None) -> None:
     """Fill in a row's shares of the limit: the medians over its repeats.
 
-    An open loop has none, since its time is that of its arrivals. Without a measured rate of the row's dtype it has
-    no MFU. Nor has it with quantised weights on a CPU, whose products may multiply bytes: no rate of these is measured.
+    An open loop has none, since its time is that of its arrivals. Without a measured rate of the row's dtype, or of
+    8-bit floats where it multiplied some, it has no MFU. Nor has it with quantised weights on a CPU, whose products
+    may multiply bytes: no rate of these is measured.
     """
     if rates is None or row.error is not None or row.open_loop or not row.repeats:
         return
     matmul = None if row.about.get("quantised") else rates.matmul.get(row.about.get("dtype", ""))
+    fp8_matmul = rates.matmul.get("float8") or float("inf")
+    if any(r.fp8_flops for r in row.repeats) and not rates.matmul.get("float8"):
+        matmul = None
     shares = [
-        share_of_limit(Work(r.bytes, r.flops), r.seconds, rates.bandwidth, matmul or float("inf")) for r in row.repeats
+        share_of_limit(
+            Work(r.bytes, r.flops, r.fp8_flops), r.seconds, rates.bandwidth, matmul or float("inf"), fp8_matmul
+        )
+        for r in row.repeats
     ]
     by_limit = sorted(shares, key=lambda s: s.limit)
     middle = by_limit[len(by_limit) // 2]

@@ -24,6 +24,7 @@ from nanovllm.bench.job import Emit, Job, Repeat, Row, stopped
 from nanovllm.bench.workload_cost import ModelShape, workload_work
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates, rates
+from nanovllm.hardware.product_rates import has_fp8_products
 from nanovllm.sampling_params import SamplingParams
 
 _WARMUP_SEED = 1_000_000
@@ -66,14 +67,30 @@ def of_several(one: Rates, count: int) -> Rates:
 
 
 def dtypes_of(job: Job) -> tuple[str, ...]:
-    """The dtypes whose products are measured: on a CPU float32, and what the model may be computed in."""
-    if torch_device(job).type == "cuda":
-        return tuple(sorted(_DTYPES))
+    """The dtypes whose products are measured: on a CPU float32, and what the model may be computed in.
+
+    On a GPU these are all dtypes of models, and float8 for weights that activations may be quantised for.
+    """
     config, path = job.config or {}, Path(job.model) / "config.json"
     if job.config is None and path.is_file():
         config = json.loads(path.read_text())
+    device = torch_device(job)
+    if device.type == "cuda":
+        fp8 = job.options.get("quantization") == "fp8" or _stores_fp8(config.get("quantization_config") or {})
+        switches = ("activation_quantization", "use_custom_kernels")
+        fp8 = fp8 and not any(job.options.get(name) is False for name in switches)
+        fp8 = fp8 or job.options.get("dtype") == "float8"
+        return tuple(sorted((*_DTYPES, "float8") if fp8 and has_fp8_products(device) else _DTYPES))
     named = job.options.get("dtype") or config.get("dtype") or config.get("torch_dtype")
     return tuple(sorted(dtype for dtype in _DTYPES if dtype in ("float32", named)))
+
+
+def _stores_fp8(quantization: dict[str, Any]) -> bool:
+    """Whether a checkpoint's `quantization_config` may be that of 8-bit floats."""
+    groups = quantization.get("config_groups", {}).values()
+    return quantization.get("quant_method") == "fp8" or any(
+        (group.get("weights") or {}).get("type") == "float" for group in groups
+    )
 
 
 def torch_device(job: Job) -> torch.device:
@@ -145,9 +162,9 @@ def measure_workload(
         others = ForeignLoad()
         run = engine.run(items)
         foreign = others.cores()
-        total = workload_work(model, items, workload.shared_prefix)
+        total = workload_work(model, items, workload.shared_prefix, getattr(engine, "quantised_weights", None))
         num_prompt = sum(len(item.prompt) for item in items)
-        row.repeats.append(Repeat.of(run, num_prompt, total.bytes, total.flops, foreign))
+        row.repeats.append(Repeat.of(run, num_prompt, total, foreign))
         row.peak_memory = max(row.peak_memory or 0, memory_in_use(row.about["device"]))
     if limit is not None and not row.repeats:
         raise EngineError(stopped(limit))

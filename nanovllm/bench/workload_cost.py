@@ -13,12 +13,15 @@ before.
 - Every token whose successor is computed has its keys and values written once. Activations may stay on the chip.
 - Arithmetic is that of the matrix products and of causal attention; a prefix that is shared is computed once. Of a
   token that nothing is sampled from, the last layer computes keys and values alone.
+- A product with activations that the engine quantises counts at the rate of 8-bit floats. The engine tells which
+  matrices these are in a step of n tokens. Steps are those of the account: one with all prompts, then one for each
+  further output token.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nanovllm.bench.workloads import Item
@@ -177,17 +180,21 @@ class ModelShape:
                 its last token's keys and values are then another's.
         """
         wanted = num_tokens if wanted is None else wanted
-        key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
-        *others, last = self._layer_kinds
-        return (
-            sum(count * self._layer_flops(num_tokens, before, *kind) for kind, count in Counter(others).items())
-            + self._layer_flops(wanted, before + num_tokens - wanted, *last)
-            + 2 * key_and_value * (num_tokens - wanted)
-        )
+        *others, last = self._layer_windows
+        attended = sum(count * _attended(num_tokens, before, window) for window, count in Counter(others).items())
+        attended += _attended(wanted, before + num_tokens - wanted, last)
+        return self.product_flops(num_tokens, wanted) + 4 * self.heads * self.head_dim * attended
 
-    def _layer_flops(self, num_tokens: int, before: int, window: int | None, sparse: bool) -> int:
-        contexts = _attended(num_tokens, before, window)
-        return 2 * self._token_parameters(sparse) * num_tokens + 4 * self.heads * self.head_dim * contexts
+    def product_flops(self, num_tokens: int, wanted: int) -> int:
+        """Those of `run_flops` that are products with the layers' matrices."""
+        key_and_value = 2 * self.hidden * self.kv_heads * self.head_dim
+        *others, last = (self._token_parameters(sparse) for _, sparse in self._layer_kinds)
+        return 2 * (sum(others) * num_tokens + last * wanted + key_and_value * (num_tokens - wanted))
+
+    @property
+    def token_parameters(self) -> int:
+        """Elements of all layers' matrices that one token is multiplied with."""
+        return sum(self._token_parameters(sparse) for _, sparse in self._layer_kinds)
 
     @property
     def head_flops(self) -> int:
@@ -215,8 +222,15 @@ def request_work(model: ModelShape, num_prompt: int, num_output: int, num_shared
     return Work(model.read_bytes(steps, own) + (own + steps) * model.token_kv_bytes, flops)
 
 
-def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int = 0) -> Work:
-    """What all the requests of a draw must do together."""
+def workload_work(
+    model: ModelShape, items: Sequence[Item], shared_prefix: int = 0, quantised: Callable[[int], int] | None = None
+) -> Work:
+    """What all the requests of a draw must do together.
+
+    Args:
+        quantised: elements of all layers' matrices that are multiplied with activations of 8-bit floats, in a step of
+            so many tokens. None: of none.
+    """
     steps = max(item.num_output for item in items)
     prompts = sum(len(item.prompt) - shared_prefix for item in items) + shared_prefix
     experts = model.expert_bytes(prompts, len(items))
@@ -232,4 +246,27 @@ def workload_work(model: ModelShape, items: Sequence[Item], shared_prefix: int =
         # Written once, and read in every step but the first, in layers without a window.
         written, read = model.token_kv_bytes, model.unwindowed_kv_bytes
         total += Work((written + (steps - 1) * read) * shared_prefix, model.run_flops(shared_prefix, wanted=0))
+    if quantised is not None:
+        total += Work(fp8_flops=_fp8_flops(model, items, shared_prefix, quantised))
     return total
+
+
+def _fp8_flops(model: ModelShape, items: Sequence[Item], shared_prefix: int, quantised: Callable[[int], int]) -> int:
+    """Of the products with the layers' matrices, the flops of those with quantised activations.
+
+    Matrices that are not quantised are taken to be spread evenly over the layers.
+    """
+    shares: dict[int, float] = {}
+
+    def of_step(num_tokens: int, flops: int) -> float:
+        if num_tokens not in shares:
+            shares[num_tokens] = min(1.0, quantised(num_tokens) / model.token_parameters)
+        return shares[num_tokens] * flops
+
+    own = Counter(len(item.prompt) - shared_prefix for item in items)
+    prompts = sum(count * model.product_flops(n, 1) for n, count in own.items()) + model.product_flops(shared_prefix, 0)
+    total = of_step(shared_prefix + sum(n * count for n, count in own.items()), prompts)
+    for step in range(1, max(item.num_output for item in items)):
+        n = sum(item.num_output > step for item in items)
+        total += of_step(n, model.product_flops(n, n))
+    return round(total)

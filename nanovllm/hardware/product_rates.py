@@ -25,6 +25,11 @@ def best_rates(device: torch.device, dtypes: tuple[str, ...]) -> dict[str, float
     return {dtype: max(matmul_rates(dtype, device, product_sizes(dtype, sms))) for dtype in dtypes}
 
 
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether a device has tensor cores for 8-bit floats: compute capability 8.9 or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def product_sizes(dtype: str, sms: int) -> Sequence[tuple[int, int, int]]:
     """(m, n, k) of the products whose best counts.
 
@@ -84,10 +89,12 @@ def products(dtype: str, x: torch.Tensor, weight: torch.Tensor) -> list[Callable
     if dtype == "float8":
         x, weight = (t.to(torch.float8_e4m3fn) for t in (x, weight))
         one = torch.ones((), device=x.device)
+        by_row = torch.ones((len(x), 1), device=x.device), torch.ones((1, len(weight)), device=x.device)
         return [
             functools.partial(
-                torch._scaled_mm, x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
+                torch._scaled_mm, x, weight.t(), scale_a=a, scale_b=b, out_dtype=torch.bfloat16, use_fast_accum=fast
             )
+            for a, b in ((one, one), by_row)
             for fast in (True, False)
         ]
     return [functools.partial(F.linear, x, weight)]

@@ -17,13 +17,23 @@ from nanovllm.hardware.timing import l2_bytes, time_in_graph, time_kernel
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes through device memory and floating-point operations."""
+    """Bytes through device memory and floating-point operations.
+
+    Attributes:
+        flops: all of them.
+        fp8_flops: those of `flops` that are products of 8-bit floats with 8-bit floats.
+    """
 
     bytes: int = 0
     flops: int = 0
+    fp8_flops: int = 0
 
     def __add__(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.flops + other.flops)
+        return Work(self.bytes + other.bytes, self.flops + other.flops, self.fp8_flops + other.fp8_flops)
+
+    def product_seconds(self, matmul: float, fp8_matmul: float = float("inf")) -> float:
+        """The least time of the flops, each at its rate in flops a second."""
+        return (self.flops - self.fp8_flops) / matmul + self.fp8_flops / fp8_matmul
 
 
 @dataclass(frozen=True)
@@ -38,21 +48,26 @@ class Share:
         return max(self.mbu, self.mfu)
 
 
-def share_of_limit(work: Work, seconds: float, bandwidth: float, matmul: float) -> Share:
+def share_of_limit(
+    work: Work, seconds: float, bandwidth: float, matmul: float, fp8_matmul: float = float("inf")
+) -> Share:
     """Shares as fractions of 1.
 
     Args:
-        bandwidth: bytes a second. matmul: flops a second.
+        bandwidth: bytes a second. matmul: flops a second. fp8_matmul: the same of products of 8-bit floats; infinite:
+            these count nothing.
     """
-    return Share(work.bytes / bandwidth / seconds, work.flops / matmul / seconds)
+    return Share(work.bytes / bandwidth / seconds, work.product_seconds(matmul, fp8_matmul) / seconds)
 
 
 def op_floor(
-    work: Work, bandwidth: float, matmul: float, cache_bytes: int = 0, cache_bandwidth: float = 0.0, cold_bytes: int = 0
-) -> float:
+    work: Work, bandwidth: float, matmul: float, cache_bytes: int = 0, cache_bandwidth: float = 0.0,
+    cold_bytes: int = 0, fp8_matmul: float = float("inf"),
+) -> float:  # fmt: skip
     """The least time in seconds of one call of an op.
 
     Args:
+        bandwidth, matmul, fp8_matmul: as of `share_of_limit`.
         cache_bytes: what the L2 cache holds. The kernel before may have left that much of the operands there, and that
             much of the results may stay there until after the kernel has ended. 0: everything passes the memory.
         cache_bandwidth: bytes a second between the cache and the multiprocessors, which every byte passes.
@@ -61,7 +76,7 @@ def op_floor(
     memory = max(cold_bytes, work.bytes - cache_bytes) / bandwidth
     if cache_bytes and cache_bandwidth:
         memory = max(memory, work.bytes / cache_bandwidth)
-    return max(memory, work.flops / matmul)
+    return max(memory, work.product_seconds(matmul, fp8_matmul))
 
 
 # ---------------------------------------------------------------------------------------- limits, timed as kernels are

@@ -198,6 +198,16 @@ class PackedWeight(nn.Module):
             return None
         return matrix.stored_operands()
 
+    def quantised_weights(self, num_tokens: int) -> int:
+        """How many weights are in matrices that are multiplied with quantised x, where x is of `num_tokens` tokens."""
+        total = 0
+        for matrix, quantising in zip(self.matrices, self._quantising):
+            operands = matrix.operands()
+            if quantising.used:
+                x = torch.empty((), dtype=self.dtype, device=operands[0].device).expand(num_tokens, matrix.shape[1])
+                total += matrix.shape[0] * matrix.shape[1] * quantising.takes_call(x, *operands)
+        return total
+
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows that int64 [n] names, dequantised: [n, columns], of `dtype`."""
         (matrix,) = self.matrices

@@ -15,7 +15,7 @@ from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.packed_weight import bytes_and_weights
+from nanovllm.layers.packed_weight import PackedWeight, bytes_and_weights
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
@@ -228,6 +228,11 @@ class DecoderForCausalLM(nn.Module):
         """Bytes of a weight in the layers and the head, which every step reads, on average."""
         read = [bytes_and_weights(module) for module in (self.model.layers, self.lm_head)]
         return sum(nbytes for nbytes, _ in read) / sum(weights for _, weights in read)
+
+    def quantised_weights(self, num_tokens: int) -> int:
+        """Weights of the layers that a step of `num_tokens` tokens multiplies with quantised activations."""
+        packed = (module for module in self.model.layers.modules() if isinstance(module, PackedWeight))
+        return sum(weight.quantised_weights(num_tokens) for weight in packed)
 
     def place_of(self, name: str) -> tuple[str, str, str]:
         """(module, parameter, shard) of a checkpoint's tensor, whether this model has such a place or not."""

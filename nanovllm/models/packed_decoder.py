@@ -111,6 +111,10 @@ class PackedDecoderForCausalLM(DecoderForCausalLM):
         read = [m for layer in self.weights.layers for m in _matrices(layer)] + [self._head]
         return sum(m.nbytes for m in read) / sum(m.rows * m.columns for m in read)
 
+    def quantised_weights(self, num_tokens: int) -> int:
+        """As of `DecoderForCausalLM`: none with activations of 8-bit floats."""
+        return 0
+
     @property
     def layer_sizes(self) -> tuple[int, int]:
         """As of `DecoderForCausalLM`."""

@@ -10,13 +10,28 @@ import pytest
 
 from nanovllm.bench.job import Job, Repeat, RequestTimes, Run
 from nanovllm.bench.workloads import Workload
+from nanovllm.hardware.roofline import Work
 
 
 def test_means_have_no_slow_tokens():
-    only_means = Repeat.of(Run(2.0, [RequestTimes(0.5, 0.8, 3), RequestTimes(0.5, 0.9, 3)]), 0, 0, 0)
+    only_means = Repeat.of(Run(2.0, [RequestTimes(0.5, 0.8, 3), RequestTimes(0.5, 0.9, 3)]), 0, Work())
     assert only_means.itl_p50 == pytest.approx(0.175) and only_means.itl_p99 is None
-    together = Repeat.of(Run(2.0, [RequestTimes(0.5, 0.8, 3)], gaps=[0.1, 0.2]), 0, 0, 0)
+    together = Repeat.of(Run(2.0, [RequestTimes(0.5, 0.8, 3)], gaps=[0.1, 0.2]), 0, Work())
     assert together.itl_p50 == pytest.approx(0.15) and together.itl_p99 == pytest.approx(0.199)
+
+
+def test_peers_quantise_all_activations_of_layers_with_fp8_weights(monkeypatch):
+    from nanovllm.bench.engines.common import quantised_by_peer
+    from nanovllm.bench.workload_cost import ModelShape
+    from nanovllm.model_config import ModelConfig
+
+    config = ModelConfig.from_dict(tiny_config())
+    fp8, int8 = (Job("vllm", "", "", (), options={"quantization": form}) for form in ("fp8", "int8"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    assert quantised_by_peer(fp8, config) == ModelShape.of(config, 1).token_parameters > 0
+    assert quantised_by_peer(int8, config) == 0
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    assert quantised_by_peer(fp8, config) == 0
 
 
 def test_the_transformers_warm_up_is_short():
@@ -71,7 +86,7 @@ def test_times_between_tokens_of_vllm(monkeypatch, told, complete):
     workload = Workload("x", 1, 2, 4)
     engine._job = Job("vllm", "", "", (workload,), options={}, max_model_len=64)
     run = engine.run(workload.draw(0, 9))
-    repeat = Repeat.of(run, 2, 0, 0)
+    repeat = Repeat.of(run, 2, Work())
     assert repeat.itl_p50 == pytest.approx(0.2) and (repeat.itl_p99 is not None) == complete
     assert manager is None or manager.record is recorded
 

@@ -1,5 +1,7 @@
 """A profile's numbers from made-up traces and costs."""
 
+import dataclasses
+
 import pytest
 
 from nanovllm.bench.profile import summarize
@@ -28,7 +30,7 @@ def profile_of(events, costs):
 def linear_cost(module, megabytes):
     size = round(megabytes * 1e6)
     names = {"op": "linear", "module": module, "provider": "triton", "phase": "decode"}
-    return {**names, "calls": 1, "cold_bytes": size, "bytes": size, "flops": 0}
+    return {**names, "calls": 1, "cold_bytes": size, "bytes": size, "flops": 0, "fp8_flops": 0}
 
 
 def test_waiting_is_not_an_ops_time():
@@ -65,8 +67,22 @@ def test_no_more_time_than_there_was_hides_a_wrong_account():
     assert over_limit(p) == ["decode linear o_proj: 333.3% of the limit"]
 
 
+def test_products_of_8_bit_floats_have_a_floor_of_their_own():
+    product = {**linear_cost("o_proj", 1), "provider": "torch", "flops": 2_000_000_000}
+
+    def floor(fp8_flops, **matmul):
+        rates = dataclasses.replace(RATES, matmul=RATES.matmul | matmul)
+        trace = Trace(EAGER)
+        found = summarize(trace, trace, RESULT, [{**product, "fp8_flops": fp8_flops}], rates, LOAD, "m")
+        return next(o.floor_us for o in found.ops if o.op == "linear")
+
+    assert floor(0, float8=4e14) == pytest.approx(20) and floor(2_000_000_000, float8=4e14) == pytest.approx(5)
+    assert floor(2_000_000_000) == pytest.approx(1)  # their rate is not known: the bytes alone
+
+
 def test_a_profile_by_hand():
-    norm = {"op": "rms_norm", "module": "", "provider": "triton", "phase": "decode", "calls": 2, "cold_bytes": 0}
+    norm = {"op": "rms_norm", "module": "", "provider": "triton", "phase": "decode"}
+    norm |= {"calls": 2, "cold_bytes": 0, "fp8_flops": 0}
     product = {**linear_cost("o_proj", 3), "provider": "torch", "cold_bytes": 2_000_000, "flops": 800_000_000}
     costs = [{**norm, "bytes": 4_000_000, "flops": 0}, product]
     p = summarize(Trace(GRAPH), Trace(EAGER), RESULT, costs, RATES, LOAD, "m")

@@ -9,6 +9,7 @@ from nanovllm.bench import result_tables, results
 from nanovllm.bench.job import Repeat, RequestTimes, Row, Run, percentile
 from nanovllm.bench.results import Record
 from nanovllm.hardware.measured_rates import Rates, slug
+from nanovllm.hardware.roofline import Work
 
 RATES = Rates("NVIDIA H200", 100.0, 100.0, 90.0, {"bfloat16": 1000.0, "float32": 1000.0})
 
@@ -33,12 +34,12 @@ def record(*rows, commit="abc", **arguments):
 def test_the_figures_of_a_run_by_hand():
     # Two requests: 3 tokens at 0.5, 0.6 and 0.8 s, one token at 1 s.
     run = Run(2.0, [RequestTimes(0.5, 0.8, 3, [0.1, 0.2]), RequestTimes(1.0, 1.0, 1, [])])
-    r = Repeat.of(run, num_prompt_tokens=6, work_bytes=10, work_flops=20)
+    r = Repeat.of(run, num_prompt_tokens=6, work=Work(10, 20))
     assert (r.output_tokens, r.total_tokens, r.output_rate, r.total_rate) == (4, 10, 2.0, 5.0)
     assert r.ttft_p50 == 0.75 and r.itl_p50 == pytest.approx(0.15) and r.itl_p99 == pytest.approx(0.199)
     # Where only the ends are known, a request's mean stands for its gaps; a single token has none.
     r = Repeat.of(
-        Run(2.0, [RequestTimes(0.5, 0.8, 3), RequestTimes(1.0, 1.0, 1), RequestTimes(None, None, 2)]), 0, 0, 0
+        Run(2.0, [RequestTimes(0.5, 0.8, 3), RequestTimes(1.0, 1.0, 1), RequestTimes(None, None, 2)]), 0, Work()
     )
     assert r.itl_p50 == pytest.approx(0.15) and r.ttft_p99 == pytest.approx(0.995)
     assert percentile([], 50) is None and percentile([3.0], 99) == 3.0
@@ -49,6 +50,28 @@ def test_shares_by_hand():
     assert r.mbu == pytest.approx(0.05) and r.mfu == pytest.approx(0.01) and r.limit == r.mbu
     assert record(row(10.0, open_loop=True)).rows[0].limit is None  # its time is its arrivals'
     assert record(row(10.0, error="x")).rows[0].limit is None
+
+
+def test_products_of_8_bit_floats_count_at_their_own_rate():
+    def limit(fp8_flops, **matmul):
+        r = row(10.0)
+        r.repeats = [dataclasses.replace(repeat, flops=12_000, fp8_flops=fp8_flops) for repeat in r.repeats]
+        results.add_shares(r, dataclasses.replace(RATES, matmul=RATES.matmul | matmul))
+        return r.limit
+
+    assert limit(0) == limit(0, float8=2000.0) == pytest.approx(1.2)
+    assert limit(10_000, float8=2000.0) == pytest.approx(0.2 + 0.5)
+    # Without their rate, or where they cannot be multiplied in the way that is measured.
+    assert limit(10_000) is limit(10_000, float8=0.0) is None
+
+
+def test_results_of_before_8_bit_floats_were_counted_are_read(tmp_path):
+    (path,) = results.keep(record(row(10.0)), tmp_path)
+    runs = json.loads(path.read_text())
+    for repeat in runs[0]["rows"][0]["repeats"]:
+        assert repeat.pop("fp8_flops") == 0
+    path.write_text(json.dumps(runs))
+    assert results.load_runs(path)[0].rows == [record(row(10.0)).rows[0]]
 
 
 def test_quantised_weights_on_a_cpu_have_no_share_of_the_rate_of_float_products():

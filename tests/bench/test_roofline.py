@@ -108,6 +108,36 @@ def test_a_workload_counted_one_by_one(shared):
     assert workload_work(SMALL, items, shared) == expected
 
 
+@pytest.mark.parametrize("shared", [0, 5])
+def test_products_with_quantised_activations_counted_one_by_one(shared):
+    """Of steps of more than three tokens, half of the layers' elements; attention and the head never."""
+    asked = []
+
+    def quantised(num_tokens):
+        asked.append(num_tokens)
+        return SMALL.layers * SMALL.matrix_parameters // 2 if num_tokens > 3 else 0
+
+    items = [Item([0] * (shared + n), out) for n, out in ((1, 4), (2, 1), (3, 3), (3, 3), (1, 2))]
+    keys_and_values = 2 * SMALL.hidden * 2 * SMALL.kv_heads * SMALL.head_dim
+    prompts = shared + 10
+    # The last layer's products of all prompts' tokens but the five that are sampled from are keys and values alone.
+    flops = prompts * 2 * SMALL.matrix_parameters + 5 * 2 * SMALL.matrix_parameters + (prompts - 5) * keys_and_values
+    flops += 4 * 2 * SMALL.layers * SMALL.matrix_parameters  # a decode step of 4 tokens; those of 3 and 1 are too small
+    work = workload_work(SMALL, items, shared, quantised)
+    assert work.fp8_flops == flops // 2
+    assert replace(work, fp8_flops=0) == workload_work(SMALL, items, shared)
+    assert sorted(asked) == [1, 3, 4, prompts]
+
+
+def test_no_more_is_quantised_than_there_is():
+    """Rows that fill up a tile are no work."""
+    items = [Item([1, 2, 3], 3)]
+    whole = workload_work(SMALL, items, quantised=lambda n: SMALL.token_parameters)
+    assert workload_work(SMALL, items, quantised=lambda n: 2 * SMALL.token_parameters) == whole
+    attention = 4 * 2 * 3 * (15 + 12)
+    assert whole.fp8_flops == whole.flops - attention - 3 * SMALL.head_flops
+
+
 @pytest.mark.parametrize(
     "architecture, tied, bias",
     [("qwen3", False, False), ("llama", True, True), *((name, False, False) for name in ("qwen2", "gemma2", "gemma3"))],
@@ -171,11 +201,14 @@ def test_the_matrix_products_of_a_real_run_are_those_of_the_account(tmp_path):
 def test_shares():
     share = share_of_limit(Work(bytes=100, flops=300), seconds=2.0, bandwidth=100.0, matmul=200.0)
     assert (share.mbu, share.mfu, share.limit) == (0.5, 0.75, 0.75)
+    # Of 300 flops 200 at twice the rate: 0.5 and 0.5 seconds.
+    assert share_of_limit(Work(100, 300, fp8_flops=200), 2.0, 100.0, 200.0, 400.0).mfu == 0.5
 
 
 def test_the_floor_of_an_op():
     assert op_floor(Work(100, 10), bandwidth=10.0, matmul=10.0) == 10.0
     assert op_floor(Work(100, 500), bandwidth=10.0, matmul=10.0) == 50.0
+    assert op_floor(Work(100, 500, fp8_flops=500), bandwidth=10.0, matmul=10.0, fp8_matmul=20.0) == 25.0
     # 60 of the bytes may be in the cache already, or still; but all of them pass it.
     assert op_floor(Work(100), 10.0, 10.0, cache_bytes=60, cache_bandwidth=50.0) == 4.0
     assert op_floor(Work(100), 10.0, 10.0, cache_bytes=200, cache_bandwidth=50.0) == 2.0

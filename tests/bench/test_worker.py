@@ -134,6 +134,39 @@ def test_rates_are_measured_in_the_dtypes_that_the_model_may_have(config, option
     assert set(worker.dtypes_of(job)) == dtypes
 
 
+@pytest.mark.parametrize(
+    "options, quantization, measured",
+    [
+        ({"quantization": "fp8"}, None, True),
+        ({}, {"quant_method": "fp8"}, True),
+        ({}, {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"type": "float"}}}}, True),
+        ({}, {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"type": "int"}}}}, False),
+        ({"dtype": "float8"}, None, True),  # an engine turned out to use it
+        ({"quantization": "fp8", "activation_quantization": False}, None, False),
+        ({"quantization": "fp8", "use_custom_kernels": False}, None, False),
+        ({"quantization": "int8"}, None, False),
+        ({}, None, False),
+    ],
+)
+def test_the_rate_of_8_bit_floats_is_measured_where_it_may_be_used(monkeypatch, options, quantization, measured):
+    config = {} if quantization is None else {"quantization_config": quantization}
+    job = dataclasses.replace(JOB, config=config, options={"device": "cuda", **options})
+    for capability, has in (((9, 0), measured), ((8, 9), measured), ((8, 0), False)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert ("float8" in worker.dtypes_of(job)) is has
+        assert {"bfloat16", "float16", "float32"} <= set(worker.dtypes_of(job))
+
+
+def test_an_engine_tells_what_it_multiplies_with_quantised_activations():
+    engine, shape = FakeEngine(), worker.model_shape(JOB, CONFIG, "float32")
+    engine.quantised_weights = lambda num_tokens: shape.token_parameters if num_tokens > 4 else 0
+    long = Workload("long", 2, 5, 2)
+    few, many = rows_of(engine, job=dataclasses.replace(JOB, workloads=(THREE, long)))
+    assert few.repeats[0].fp8_flops == 0 and many.repeats[0].fp8_flops == 2 * shape.product_flops(5, 1)
+    (without,) = rows_of(FakeEngine(), job=dataclasses.replace(JOB, workloads=(long,)))
+    assert without.repeats[0].fp8_flops == 0 and without.repeats[0].flops == many.repeats[0].flops
+
+
 def test_an_engine_that_does_not_start_is_a_reason_in_every_row():
     def fail(*_, **__):
         raise ValueError("no such\nmodel")

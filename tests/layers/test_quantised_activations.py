@@ -1,16 +1,19 @@
 """When a layer with weights of 8-bit floats quantises its activations, and when it leaves them alone."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
 from nanovllm import LLM
+from nanovllm.bench.workload_cost import ModelShape
 from nanovllm.kernels import all_ops, resolve_kernels
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
 from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.stored_matrices import FloatMatrix
+from nanovllm.model_config import ModelConfig
 from nanovllm.weights.quantization.online import to_fp8
 from tests import tiny
 from tests.native import NATIVE
@@ -49,6 +52,15 @@ def quantises(weight, num_tokens, columns=256):
 def test_activations_are_quantised_from_a_number_of_tokens_on():
     weight = packed([to_fp8(drawn(128, 256))])
     assert [n for n in (1, LEAST - 1, LEAST, 40) if quantises(weight, n)] == [LEAST, 40]
+
+
+def test_how_many_weights_are_multiplied_with_quantised_activations():
+    made, not_made = to_fp8(drawn(128, 256)), to_fp8(drawn(128, 256, 2), quantises_activations=False)
+    both = [made, FloatMatrix(drawn(64, 256, 3))]
+    assert [packed(both).quantised_weights(n) for n in (1, LEAST - 1, LEAST, 40)] == [0, 0, 128 * 256, 128 * 256]
+    assert packed([not_made]).quantised_weights(40) == 0
+    assert packed([made], quantise_activations=False).quantised_weights(40) == 0
+    assert packed([made], lambda x, *_: "40" if len(x) == 40 else None).quantised_weights(40) == 0
 
 
 def test_weights_that_were_not_made_for_it_take_activations_as_they_are():
@@ -117,7 +129,8 @@ def engine_calls(directory, **options):
     with registered(OP, fn, num_tokens=lambda weight: range(LEAST, 100)):
         llm = LLM(str(directory), quantization="fp8", **options)
     llm.generate(prompts(), GREEDY, use_tqdm=False)
-    return calls
+    told = {n: llm.engine.runner.model.quantised_weights(n) for n in (LEAST - 1, LEAST)}
+    return calls, told
 
 
 @pytest.mark.parametrize("activation, fused", [("silu", True), ("gelu", False)])
@@ -148,7 +161,9 @@ def test_a_down_projection_activates_what_it_quantises(activation, fused):
 
 
 def test_an_engine_quantises_activations_of_prompts_but_never_those_of_the_head(directory):
-    calls = engine_calls(directory, lm_head_quantization="fp8")
+    calls, told = engine_calls(directory, lm_head_quantization="fp8")
     assert min(tokens for tokens, _ in calls) >= LEAST
     assert {outputs for _, outputs in calls} == {128, 256, 512}  # of the layers; the head has 199
-    assert engine_calls(directory, activation_quantization=False) == []
+    config = ModelConfig.from_dict(json.loads((directory / "config.json").read_text()))
+    assert told == {LEAST - 1: 0, LEAST: ModelShape.of(config, 1).token_parameters}
+    assert engine_calls(directory, activation_quantization=False) == ([], {LEAST - 1: 0, LEAST: 0})

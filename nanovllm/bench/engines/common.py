@@ -9,8 +9,12 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from nanovllm.bench.job import Job, RequestTimes, Run
+from nanovllm.bench.workload_cost import ModelShape
 from nanovllm.bench.workloads import Item
+from nanovllm.hardware.product_rates import has_fp8_products
 from nanovllm.model_config import ModelConfig
 
 
@@ -33,7 +37,9 @@ class Engine(Protocol):
     def run(self, items: Sequence[Item]) -> Run:
         """Serve the requests, all at once if they arrive at 0, else as they arrive.
 
-        An engine may have a `warm_up` too, which is called instead before what is measured.
+        An engine may have a `warm_up` too, which is called instead before what is measured, and
+        `quantised_weights(num_tokens)`, weights of the layers that a step of so many tokens multiplies with activations
+        of 8-bit floats.
         """
 
     def close(self) -> None: ...
@@ -94,6 +100,16 @@ def model_directory(job: Job, folder: Path) -> str:
         config["quantization_config"] = _QUANTIZATION[form]
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
+
+
+def quantised_by_peer(job: Job, config: ModelConfig) -> int:
+    """Weights of the layers that vLLM and SGLang multiply with activations of 8-bit floats, in steps of any size.
+
+    These are all for `quantization="fp8"`, whose activation scheme is dynamic, on a GPU with products of 8-bit floats.
+    """
+    if job.options.get("quantization") != "fp8" or not has_fp8_products(torch.device("cuda")):
+        return 0
+    return ModelShape.of(config, 1).token_parameters
 
 
 def run_open_loop(

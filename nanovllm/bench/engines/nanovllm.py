@@ -49,6 +49,13 @@ class NanovllmEngine:
         # What is not quantised is counted as peers' weights are: without the rows that fill tiles up.
         return None if read is None or read >= getattr(torch, self.about()["dtype"]).itemsize else read
 
+    def quantised_weights(self, num_tokens: int) -> int:
+        """Weights of the layers, on all ranks, that a step of `num_tokens` tokens multiplies with quantised
+        activations.
+        """
+        of_rank = self.llm.engine.runner.model.quantised_weights(num_tokens)
+        return of_rank * (self._job.options.get("tensor_parallel_size") or 1)
+
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
             run = self._run_open_loop(items)

@@ -12,7 +12,7 @@ from typing import Any
 import sglang
 import torch
 
-from nanovllm.bench.engines.common import gaps, model_directory
+from nanovllm.bench.engines.common import gaps, model_directory, quantised_by_peer
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
@@ -44,6 +44,9 @@ class SglangEngine:
 
     def about(self) -> dict[str, Any]:
         return {"version": sglang.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
+
+    def quantised_weights(self, num_tokens: int) -> int:
+        return quantised_by_peer(self._job, self.config)
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):

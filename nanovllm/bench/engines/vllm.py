@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines.common import EngineError, model_directory, run_open_loop
+from nanovllm.bench.engines.common import EngineError, model_directory, quantised_by_peer, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
@@ -50,6 +50,9 @@ class VllmEngine:
     def about(self) -> dict[str, Any]:
         about = {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
         return {**about, "plugin": "nanovllm"} if self._plugin else about
+
+    def quantised_weights(self, num_tokens: int) -> int:
+        return quantised_by_peer(self._job, self.config)
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):

@@ -28,10 +28,14 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Cost:
-    """The least that a call must do: bytes of device memory (inputs read once, outputs written once), and flops."""
+    """The least that a call must do: bytes of device memory (inputs read once, outputs written once), and flops.
+
+    fp8_flops: those of the flops that are products of 8-bit floats with 8-bit floats.
+    """
 
     bytes: int
     flops: int = 0
+    fp8_flops: int = 0
 
 
 def nbytes(*tensors: torch.Tensor | None) -> int:

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from nanovllm.kernels.op.declaration import TOLERANCE, Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
-from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, cost, dequantise_fp8, make_inputs, needs
+from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8, make_inputs, needs
+from nanovllm.kernels.ops.linear_fp8 import cost as cost_of_products
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
@@ -46,6 +47,11 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
     if size % BLOCK:
         raise ValueError(f"x: expected a multiple of {BLOCK} columns, since scales are of {BLOCK}, not {size}")
     return BLOCK
+
+
+def cost(x, weight, scale, bias=None):
+    same = cost_of_products(x, weight, scale, bias)
+    return Cost(same.bytes, same.flops, fp8_flops=same.flops)
 
 
 @op(
@@ -107,7 +113,8 @@ def _gated_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOC
 def _gated_cost(gate_up, weight, scale, bias=None):
     rows = gate_up.numel() // max(1, gate_up.shape[-1])
     moved = nbytes(gate_up, weight, scale, bias) + rows * weight.shape[0] * gate_up.element_size()
-    return Cost(moved, 2 * rows * weight.numel() + 5 * gate_up.numel() // 2)
+    products = 2 * rows * weight.numel()
+    return Cost(moved, products + 5 * gate_up.numel() // 2, fp8_flops=products)
 
 
 @op(

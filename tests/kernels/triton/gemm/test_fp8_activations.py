@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 triton = pytest.importorskip("triton")
 
+from nanovllm.kernels import all_ops
 from nanovllm.kernels.ops import linear_fp8, linear_fp8_dynamic, silu_and_mul
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
@@ -92,6 +93,17 @@ def test_layers_call_it_for_many_tokens_where_there_are_fp8_tensor_cores(capabil
     index = 10 * capability[0] + capability[1]  # of no real GPU, since answers are remembered
     numbers = fp8_activations.num_tokens_linear_fp8_dynamic(SimpleNamespace(device=torch.device("cuda", index)))
     assert (numbers[0] if numbers else None) == least and (least is None or 1 << 20 in numbers)
+
+
+def test_its_flops_are_products_of_8_bit_floats():
+    x = randn(3, 200, dtype=torch.bfloat16)
+    declared, exact = all_ops()["linear_fp8_dynamic"].cost, all_ops()["linear_fp8"].cost
+    weight, scale = weights(256, 200, 1, 0)
+    cost = declared(x, weight, scale)
+    assert cost.flops == cost.fp8_flops == 2 * 3 * 256 * 200 and exact(x, weight, scale).fp8_flops == 0
+    assert cost.bytes == exact(x, weight, scale).bytes
+    gated = all_ops()["silu_and_mul_linear_fp8_dynamic"].cost
+    assert gated(torch.cat([x, x], -1), weight, scale).fp8_flops == cost.fp8_flops
 
 
 def test_layers_on_a_cpu_never_call_it():
