@@ -173,6 +173,13 @@ def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: to
     return library_refuses(x, weight, scale) if capability < (9, 0) else None
 
 
+def gated_refused(
+    gate_up: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> str | None:
+    """As `refused`, for `silu_and_mul_linear_fp8_dynamic`."""
+    return refused(gate_up, weight, scale, bias)
+
+
 def library_refuses(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str | None:
     """Why `torch._scaled_mm` does not multiply a call that `refused` lets pass; None: it does.
 

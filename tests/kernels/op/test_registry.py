@@ -1,5 +1,6 @@
 """Ops, their providers, and the registry of both."""
 
+import inspect
 import re
 
 import pytest
@@ -133,3 +134,11 @@ def test_before_python_3_11_the_note_is_in_the_message():
 def test_available_or_why_not():
     assert KERNELS_AVAILABLE == torch.cuda.is_available() == (unavailable_reason() is None)
     assert torch.cuda.is_available() or "no CUDA device" in unavailable_reason()
+
+
+def test_a_provider_can_be_asked_by_name_whether_it_accepts_a_call():
+    for declared in all_ops().values():
+        names = inspect.signature(declared.native).parameters
+        for provider in declared.providers.values():
+            if provider.accepts is not None:
+                inspect.signature(provider.accepts).bind(**dict.fromkeys(names))
