@@ -190,7 +190,7 @@ def _named_parts(
 
 
 def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
-    """The op's available providers, first the one that runs in an engine with these plugins, or in a plain call."""
+    """The op's available providers, first the one that runs in an engine with these plugins."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
     first = _first(declared, device, plugins)
     preferred = _preferred(declared, device, plugins)
@@ -209,6 +209,8 @@ def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str
     if first.origin is not None:
         return f"it comes from the plugin {first.origin}"
     if device.type == "cpu":
+        if first.prepack is not None:
+            return "on a CPU layers run it over weights that it has prepacked; a plain call runs the reference"
         if first.name != NATIVE:
             return "on a CPU it comes before the reference"
         return "on a CPU the reference runs unless another provider is named"
@@ -229,12 +231,15 @@ def default_function(declared: OpDeclaration, device: torch.device) -> Callable[
 
 
 def default_choice(declared: OpDeclaration, device: torch.device) -> tuple[Provider, Callable[..., Any]]:
-    """The provider of a plain call of an op on `device`, and its function."""
+    """The provider of a plain call of an op on `device`, and its function.
+
+    A plain call has prepacked nothing: it runs a provider that prepacks weights only if the environment names it.
+    """
     key = (device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
     choice = declared.remembered.get(key)
     if choice is None:
         load_plugins(())  # the environment may name a provider of an installed one
-        provider = _choose(declared, device, from_environment())
+        provider = _choose(declared, device, from_environment(), prepacks=False)
         choice = declared.remembered[key] = provider, _function(declared, provider)
     return choice
 
@@ -253,7 +258,14 @@ def _warn(declared: OpDeclaration, provider: str, reason: str) -> None:
     logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider, reason)
 
 
-def _choose(declared: OpDeclaration, device: torch.device, sources: Sources, plugins: Sequence[str] = ()) -> Provider:
+def _choose(
+    declared: OpDeclaration,
+    device: torch.device,
+    sources: Sources,
+    plugins: Sequence[str] = (),
+    prepacks: bool = True,
+) -> Provider:
+    """prepacks: the caller's weights can be prepacked."""
     errors = []
     who, wanted = wanted_providers(declared, sources)
     for name in wanted:
@@ -265,7 +277,8 @@ def _choose(declared: OpDeclaration, device: torch.device, sources: Sources, plu
     if errors:
         raise ValueError("; ".join(errors))
     candidates = (declared.providers[name] for name in _preferred(declared, device, plugins))
-    return next((p for p in candidates if p.support(device) is None), declared.providers[NATIVE])
+    usable = (p for p in candidates if (prepacks or p.prepack is None) and p.support(device) is None)
+    return next(usable, declared.providers[NATIVE])
 
 
 def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> list[str]:

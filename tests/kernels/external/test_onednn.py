@@ -1,12 +1,14 @@
 """oneDNN's products and its layout of weights: the dense tensor's numbers, and rows read from blocks."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels import resolve_kernels
 from nanovllm.kernels.external import onednn
-from nanovllm.kernels.op.selection import default_choice
+from nanovllm.kernels.op.selection import explain, rank
 from nanovllm.kernels.ops import linear
 
 CPU = torch.device("cpu")
@@ -90,8 +92,24 @@ def test_what_it_does_not_take(weight, reason):
     assert onednn.prepack_linear(weight) is None
 
 
+def test_a_plain_call_has_prepacked_nothing_and_runs_the_reference(monkeypatch):
+    calls, product = [], onednn.linear
+    monkeypatch.setitem(
+        linear.providers, "onednn",
+        dataclasses.replace(linear.providers["onednn"], target=lambda *args: calls.append(args) or product(*args)),
+    )  # fmt: skip
+    monkeypatch.setattr(linear, "remembered", {})
+    x, weight = torch.ones(1, 8), torch.ones(4, 8)
+    assert torch.equal(linear(x, weight), torch.full((1, 4), 8.0)) and not calls
+    with linear.use("onednn"):
+        assert torch.equal(linear(x, weight), torch.full((1, 4), 8.0)) and len(calls) == 1
+    monkeypatch.setenv("NANOVLLM_KERNELS", "linear=onednn")
+    assert torch.equal(linear(x, weight), torch.full((1, 4), 8.0)) and len(calls) == 2
+
+
 def test_where_it_runs(monkeypatch):
-    assert default_choice(linear, CPU)[0].name == "onednn" == resolve_kernels(CPU).providers["linear"]
+    assert resolve_kernels(CPU).providers["linear"] == "onednn" == rank(linear, CPU)[0].name
+    assert "a plain call runs the reference" in explain(linear, CPU)
     assert resolve_kernels(CPU, use_custom_kernels=False).providers["linear"] == "native"
     assert "this is cuda" in onednn.support(torch.device("cuda"))
     with monkeypatch.context() as patch:
