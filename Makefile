@@ -4,6 +4,7 @@
 # make test-gpu   every test that needs a GPU, four at a time
 # make check      format, lint, types, the length of pages and sentences, links
 # make docs       the documentation as a site in build/docs, which opens from the disk
+# make wheel      a wheel with compiled C++ kernels, for this machine's kind; CXX=aarch64-linux-gnu-g++ for arm64
 # make pictures   the pictures of the documentation, from results/
 #
 # Needed: Python >= 3.10 with pip, and make. All targets share one environment, $(VENV).
@@ -34,7 +35,7 @@ PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check --quiet
 # The model is fetched first, so that the test processes do not all fetch it.
 FETCH_MODEL = $(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
 
-.PHONY: example test test-rest test-all test-gpu check docs pictures clean
+.PHONY: example test test-rest test-all test-gpu check docs wheel pictures clean
 
 example: $(VENV)/.installed-demo
 	$(BIN)/python example.py $(ARGS)
@@ -65,6 +66,12 @@ check: $(VENV)/.installed-demo,test,check
 docs: $(VENV)/.installed-demo,docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open build/docs/index.html"
+
+# build/lib would add files to the wheel that were deleted since.
+wheel: $(VENV)/.installed-demo
+	rm -rf build/lib dist/nanovllm-*-none-any.whl
+	$(PIP) wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -m nanovllm.kernels.cpu.wheel dist/nanovllm-*-none-any.whl
 
 pictures: $(VENV)/.installed-demo,docs
 	$(BIN)/python docs/pictures/draw.py

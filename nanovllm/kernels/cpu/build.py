@@ -17,11 +17,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from nanovllm.kernels.cpu import prebuilt
 from nanovllm.kernels.cuda.build import exclusive, make_private, not_private
 
 FLAGS = (
@@ -44,8 +46,15 @@ def cpu_support(device: torch.device) -> str | None:
     try:
         path = library_path()
     except FileNotFoundError as e:
-        return str(e)
+        if _prebuilt_library() is not None:
+            return None
+        return "; ".join(filter(None, (prebuilt.lacking(source_key(), cpu_features()), str(e))))
     return not_private(path.parent)
+
+
+def _prebuilt_library() -> Path | None:
+    """The library of the installed wheel that this processor runs; None: there is none, or another one is asked for."""
+    return None if os.environ.get("NANOVLLM_CPU_ARCH") else prebuilt.library_for(source_key(), cpu_features())
 
 
 @cache
@@ -71,15 +80,24 @@ def flags() -> tuple[str, ...]:
 def library_path() -> Path:
     """Where this machine's library is, or will be."""
     version = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=False).stdout
-    parts = [version, " ".join(flags()), _cpu_features()]
-    for source in sorted(_SOURCES.glob("*.h")) + sorted(_SOURCES.glob("*.cpp")):
-        parts += [source.name, source.read_text()]
-    key = hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+    key = _hash([version, " ".join(flags()), cpu_features(), source_key()])
     root = os.environ.get("NANOVLLM_CACHE") or Path.home() / ".cache" / "nanovllm"
     return Path(root) / "cpu" / f"nanovllm_cpu_{key}.so"
 
 
-def _cpu_features() -> str:
+def source_key(sources: Mapping[str, str] | None = None) -> str:
+    """A hash of C++ sources, file name -> text; None: those of this package."""
+    if sources is None:
+        sources = {path.name: path.read_text() for path in _SOURCES.iterdir() if path.suffix in (".h", ".cpp")}
+    return _hash([part for item in sorted(sources.items()) for part in item])
+
+
+def _hash(parts: Sequence[str]) -> str:
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def cpu_features() -> str:
+    """The processor's features, as Linux names them; elsewhere its kind."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -89,12 +107,19 @@ def _cpu_features() -> str:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The compiled library.
+    """The library: compiled for this processor, or without a compiler the prebuilt one.
 
     Raises:
-        RuntimeError: it does not compile; the message holds the compiler's last lines.
+        FileNotFoundError: there is no compiler, and no prebuilt library.
+        RuntimeError: it does not compile (the message holds the compiler's last lines), or the prebuilt one is damaged.
     """
-    path = library_path()
+    try:
+        path = library_path()
+    except FileNotFoundError:
+        if (path_of_wheel := _prebuilt_library()) is None:
+            raise
+        prebuilt.check_whole(path_of_wheel)
+        return ctypes.CDLL(str(path_of_wheel))
     make_private(path.parent)
     if not path.exists():
         with exclusive(path.parent):
@@ -106,21 +131,21 @@ def load_library() -> ctypes.CDLL:
 def _build(path: Path) -> None:
     logger.warning("compiling the C++ kernels for this processor: once, in about 10 s")
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        _compile(Path(directory)).replace(path)
+        compile_library(Path(directory), flags()).replace(path)
 
 
-def _compile(directory: Path) -> Path:
+def compile_library(directory: Path, flags: Sequence[str], link_flags: Sequence[str] = ()) -> Path:
     """Build the library in a directory; its path."""
     sources = [("library.cpp", 0), *(("products.cpp", part) for part in range(_PARTS))]
     jobs, objects = [], []
     for source, part in sources:
         objects.append(str(directory / f"{source}{part}.o"))
         defines = [f"-DNANOVLLM_PARTS={_PARTS}", f"-DNANOVLLM_PART={part}"]
-        jobs.append(_start([compiler(), *flags(), *defines, "-c", str(_SOURCES / source), "-o", objects[-1]]))
+        jobs.append(_start([compiler(), *flags, *defines, "-c", str(_SOURCES / source), "-o", objects[-1]]))
     for job in jobs:
         _finish(job)
     library = directory / "library.so"
-    _finish(_start([compiler(), "-shared", "-pthread", *objects, "-o", str(library)]))
+    _finish(_start([compiler(), "-shared", "-pthread", *link_flags, *objects, "-o", str(library)]))
     return library
 
 
