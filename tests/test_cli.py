@@ -95,7 +95,7 @@ def test_generate_from_a_checkpoint_without_a_tokenizer(tmp_path):
 def test_kernels_list(device):
     rows = json.loads(run_here("kernels", "list", "--device", device, "--json", "-").stdout)
     assert {r["op"] for r in rows} == set(all_ops())
-    for name in set(all_ops()) - {"decoder_step", "sample"}:
+    for name in set(all_ops()) - {"decoder_step", "linear", "sample"}:  # which have providers for a CPU
         (chosen,) = [r for r in rows if r["op"] == name and r["chosen"]]
         assert chosen["provider"] == "native" and chosen["reason"] is None
     assert any("need a CUDA device" in (r["reason"] or "") for r in rows if r["provider"] == "triton")
