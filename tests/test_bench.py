@@ -140,7 +140,11 @@ def test_on_and_off_and_the_price_of_each_op(run):
 
     with registered("rms_norm", slow, "slow"):
         code, out, record = run(
-            *SMALL, "--compare", "--ablate", "--kernels", "rms_norm=slow;decoder_step=native;sample=native"
+            *SMALL,
+            "--compare",
+            "--ablate",
+            "--kernels",
+            "rms_norm=slow;decoder_step=native;linear=native;sample=native",
         )
     assert code == 0
     assert [r["variant"] for r in record["rows"]] == ["custom", "native", "no rms_norm"]
@@ -152,12 +156,12 @@ def test_on_and_off_and_the_price_of_each_op(run):
 
 
 def test_a_comparison_without_custom_kernels_says_so(run):
-    code, out, _ = run(*SMALL, "--compare", "--kernels", "decoder_step=native;sample=native")
+    code, out, _ = run(*SMALL, "--compare", "--kernels", "decoder_step=native;linear=native;sample=native")
     assert code == 0 and "custom: both rows ran the reference, since no custom kernel ran on cpu" in out
 
 
 def test_nothing_to_ablate_is_said(run):
-    code, out, record = run(*SMALL, "--ablate", "--kernels", "decoder_step=native;sample=native")
+    code, out, record = run(*SMALL, "--ablate", "--kernels", "decoder_step=native;linear=native;sample=native")
     assert code == 0 and "no op of this model has a custom kernel here" in out and len(record["rows"]) == 1
 
 
