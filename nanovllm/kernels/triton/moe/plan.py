@@ -1,6 +1,7 @@
 """How the products of experts are cut into programs. A plan depends on shapes alone, so a CUDA graph can hold any call.
 
-Measured on no GPU yet: the tiles are those of `product_plan` for a product of as many tokens as an expert has.
+`PairPlan` has the rows that were among the fastest for Qwen3-30B-A3B on an H200 (docs/log/kernels.md). The tiles of
+`BlockPlan` are those of `product_plan` for a product of as many tokens as an expert has; no others were tried.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from functools import cache
 from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
 
 _WARPS, _LANES = 4, 32
-_REGISTERS = 96
-"""Registers of a thread for weights that are on their way."""
+_REGISTERS = 48
+"""Registers of a thread for weights that are on their way: with more, a multiprocessor has room for fewer programs."""
 FEW_PAIRS = 8
 """With this many experts for each pair, or more, hardly any expert is read twice."""
 
