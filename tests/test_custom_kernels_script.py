@@ -56,7 +56,7 @@ def test_several_ops_can_be_named(monkeypatch):
         monkeypatch.setattr(script, step, lambda *args, result=result: result)
     for arguments, names in (
         (["rms_norm", "softmax"], {"rms_norm", "softmax"}),
-        (["gelu", "sil"], {"gelu_and_mul", "silu_and_mul"}),
+        (["gelu", "sil"], {"gelu_and_mul", "silu_and_mul", "silu_and_mul_linear_fp8_dynamic"}),
     ):
         seen.clear()
         assert script.main(arguments) == 0 and set(seen) == names

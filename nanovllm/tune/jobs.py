@@ -17,6 +17,7 @@ from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider, imported
 from nanovllm.kernels.op.tunable import Key, Tunable, bucket
 from nanovllm.kernels.triton import tunables as t
+from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS
 from nanovllm.tune.builtin import builtin_plan, hopper_product_key, key_on
 from nanovllm.tune.launches import recorded
 
@@ -177,6 +178,8 @@ def _need_triton() -> None:
 def _job(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any], device: DeviceModel) -> TuningJob | None:
     """The job of one shape; None: its kernel chooses nothing."""
     arguments, launch = call_arguments(op, shape, dtype, variant), None
+    if TUNABLES[op.name] == (t.PACKED_PRODUCT,) and arguments["x"].shape[:-1].numel() > MAX_TOKENS:
+        return None  # the library would multiply, on this CPU
     tunable, key = t.HOPPER_PRODUCT, hopper_product_key(op.name, arguments, device)
     if key is None:
         with ExitStack() as stack, recorded() as launches:

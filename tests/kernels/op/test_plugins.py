@@ -21,10 +21,8 @@ def test_a_file_is_preferred_where_it_is_asked_for_and_only_there(plugin):
     path = plugin(PROVIDER.format(name="mine"))
     kernels = resolve_kernels(CPU, plugins=[path])
     assert kernels.providers["softmax"] == "mine"
-    others = {
-        op: provider for op, provider in kernels.providers.items() if op not in ("softmax", "decoder_step", "sample")
-    }
-    assert set(others.values()) == {"native"}
+    here = ("softmax", "decoder_step", "linear", "sample")  # the package has providers of these for a CPU
+    assert {provider for op, provider in kernels.providers.items() if op not in here} == {"native"}
     torch.testing.assert_close(kernels.softmax(torch.ones(2, 4)), torch.full((2, 4), 0.25))
     assert resolve_kernels(CPU).providers["softmax"] == "native"
     assert resolve_kernels(CPU, use_custom_kernels=False, plugins=[path]).providers["softmax"] == "native"
