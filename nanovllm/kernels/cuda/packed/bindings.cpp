@@ -31,6 +31,7 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
       x.const_data_ptr(), static_cast<const uint8_t*>(weight.const_data_ptr()), data(scale),
       static_cast<const uint8_t*>(data(zero)), data(bias), y.mutable_data_ptr(), numbers[0], u(1), u(2), u(3), u(4), u(5),
       u(6), n(7), n(8), n(9), n(10), n(11), n(12), n(13), n(14), n(15), n(16)};
+  TORCH_CHECK_VALUE(p.tokens >= 1 && p.tokens <= MAX_TOKENS, "x: expected 1 to ", MAX_TOKENS, " tokens");
   const Launch how{n(17), n(18), n(19)};
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();

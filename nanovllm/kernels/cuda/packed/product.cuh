@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
 
   const int base = (blockIdx.x * p.row_warps + row_warp) * FR;
   int row[FR][2];
-  uint32_t at[FR][2], scale_at[FR][2];  // bytes from the start of the weight and of the scales
+  uint32_t at[FR][2], scale_at[FR][2];  // where rows begin: bytes of the weight, elements of the scales
 #pragma unroll
   for (int f = 0; f < FR; ++f) {
 #pragma unroll
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
   uint32_t x_token[NT];  // where this lane's chunks of a token begin
 #pragma unroll
   for (int n = 0; n < NT; ++n) x_token[n] = x_shared + min(n * 8 + g, tokens - 1) * token_bytes;
-  uint32_t chunk[LANE_CHUNKS];  // of x_token, for even and odd tokens; which of them is the same for all n unless clamped
+  uint32_t chunk[LANE_CHUNKS];  // bytes from there, of even tokens; `odd` swizzles those of odd ones
 #pragma unroll
   for (int j = 0; j < LANE_CHUNKS; ++j) {
     const int c = LANE_CHUNKS * t + j;

@@ -11,7 +11,7 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES
 from nanovllm.kernels.triton.gemm import packed_products
-from nanovllm.kernels.triton.gemm.packed_plan import tokens_of_a_program
+from nanovllm.kernels.triton.gemm.packed_plan import PackedPlan, tokens_of_a_program
 from tests.kernels.triton.compiled import compiled, launches_of, resources, wide
 
 OUTPUTS, SIZE = 4096, 4096
@@ -99,14 +99,20 @@ def test_the_quantiser_of_activations_reads_wide(size, columns, tmp_path):
     assert wide(binary.asm["ptx"], "ld") and re.search(r"st\.global\S*\.(v2|v4)\.b32", binary.asm["ptx"])
 
 
+def fewest_instructions(num_tokens, num_rows, size, bits, parts, multiprocessors, shared):
+    return PackedPlan(rows=32 if parts else 64, warps=2, stages=5, splits=1)
+
+
 @pytest.mark.slow
 def test_machine_code_has_few_instructions_for_a_weight(monkeypatch):
-    """Of the plans for one token, the fastest of those tried on an H200. Two warps instead of four take a quarter fewer
-    instructions and more time. A loop that decodes in another way takes twice as many.
+    """Decoding costs as many of them as the time to read weights allows: at 4.55 TB/s an H200 can run 3.3 instructions
+    in the time of a 4-bit weight, 6.5 in that of an 8-bit one. GGUF's kinds of 4 bits take more than that. The plans
+    are those of the fewest instructions; the fastest have others.
     """
     from tests.kernels.sass_wgmma import machine_code
 
-    most = {"fp8 32x32": 4.2, "int4 128": 3.7, "int4 128 zero": 4.0, "int8": 4.5, "Q4_0": 3.7, "Q8_0": 5.2, "Q4_K": 4.4}
+    most = {"fp8 32x32": 3.6, "int4 128": 2.7, "int4 128 zero": 2.7, "int8": 3.7, "Q4_0": 3.7, "Q8_0": 5.0, "Q4_K": 4.4}
+    monkeypatch.setattr(packed_products, "plan_packed_product", fewest_instructions)
     for name, kernel, args, options in launches_of([c for c in cases(1, torch.bfloat16) if c[0] in most]):
         if kernel.__name__ == "add_splits":
             continue
