@@ -1,4 +1,6 @@
-"""What `--json` means in every command: a file to write, or `-` for the standard output in place of tables."""
+"""JSON for people: what `--json` means in every command (a file to write, or `-` for the standard output in place of
+tables), and files that are kept in few lines.
+"""
 
 from __future__ import annotations
 
@@ -52,3 +54,23 @@ def write_json(target: str | None, document: Any) -> bool:
     except OSError as e:
         raise ValueError(f"--json {target}: {e.strerror}; expected a file that can be written, or -") from None
     return False
+
+
+def compact_json(value: Any, name: str = "", depth: int = 0, width: int = 120) -> str:
+    """`value` as JSON whose lines are filled up to `width`: a list or an object is broken only if it is longer.
+
+    Args:
+        name: what stands before the value in its line.
+        depth: spaces before the value's line.
+    """
+    whole = f"{name}{json.dumps(value)}"
+    if depth + len(whole) < width or not isinstance(value, (dict, list)):
+        return whole
+    named = isinstance(value, dict)
+    lines: list[str] = []
+    for key in value if named else range(len(value)):
+        item = compact_json(value[key], f"{json.dumps(key)}: " if named else "", depth + 1, width)
+        full = not lines or "\n" in lines[-1] + item or depth + len(lines[-1]) + len(item) + 4 > width
+        lines[len(lines) - (not full) :] = [item if full else f"{lines[-1]}, {item}"]
+    edge = "\n" + " " * depth
+    return f"{whole[: len(name) + 1]}{edge} {f',{edge} '.join(lines)}{edge}{whole[-1]}"

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from nanovllm.cli import app
-from nanovllm.json_output import HELP, check_target, write_json
+from nanovllm.json_output import HELP, check_target, compact_json, write_json
 
 
 def commands(command):
@@ -32,3 +32,12 @@ def test_a_file_or_standard_output(tmp_path, capsys):
         check_target(str(path / "x"))
     with pytest.raises(ValueError, match="^--json .*new: Is a directory; expected a file that can be written, or -"):
         write_json(str(path.parent), [4])
+
+
+def test_kept_files_have_filled_lines():
+    value = {"gpu": "h200", "none": [], "entries": [{"key": {"rows": i}, "text": "a\n\u00e9" * 9} for i in range(4)]}
+    text = compact_json(value, width=60)
+    assert json.loads(text) == value
+    assert text.splitlines()[:4] == ["{", ' "gpu": "h200", "none": [],', ' "entries": [', "  {"]
+    assert compact_json([10, 11, 12, {"a": 1}], width=12) == '[\n 10, 11, 12,\n {"a": 1}\n]'
+    assert compact_json(value, width=5000) == json.dumps(value) and compact_json("x" * 70, width=60) == f'"{"x" * 70}"'

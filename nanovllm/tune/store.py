@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.hardware.versions import versions
+from nanovllm.json_output import compact_json
 from nanovllm.kernels.op.config_files import SCHEMA, SHIPPED, document, entry_of, forget_files
 from nanovllm.kernels.triton.tunables import ALL
 from nanovllm.tune.jobs import TuningJob
@@ -96,7 +97,7 @@ def save(gpu: str, new: Sequence[Entry], directory: Path, keep: Callable[[Entry]
         content = {"schema": SCHEMA, "gpu": gpu, "entries": [entries[key] for key in sorted(entries)]}
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
-            part.write_text(json.dumps(content, indent=1) + "\n")
+            part.write_text(compact_json(content) + "\n")
             part.replace(path)  # a reader sees the old file or the new one
         finally:
             part.unlink(missing_ok=True)

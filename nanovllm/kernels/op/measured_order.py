@@ -20,6 +20,7 @@ import torch
 
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import versions
+from nanovllm.json_output import compact_json
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,6 @@ def save_table(gpu: str, ops: Mapping[str, Mapping[str, Any]], date: str, direct
     entries = [e for e in entries if e["versions"] != here] + [{"versions": here, "date": date, "ops": new}]
     directory.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps({"gpu": gpu, "entries": entries}, indent=1) + "\n")
+    part.write_text(compact_json({"gpu": gpu, "entries": entries}) + "\n")
     part.replace(path)  # a reader sees the old file or the new one
     return path
