@@ -10,6 +10,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from nanovllm.kernels import ops as op
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape
@@ -21,11 +22,43 @@ from nanovllm.kernels.ops.linear_fp8_dynamic import (
     library_refuses,
     refused,
 )
-from nanovllm.kernels.triton.device_math import gated_product, rounded
+from nanovllm.kernels.triton.device_math import gated_product, rounded, to_dtype
+from nanovllm.kernels.triton.early_start import are_constant, norm_launched_early
 from nanovllm.kernels.triton.gemm.fp8_product import fp8_product
 from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS
-from nanovllm.kernels.triton.launch_arguments import cdiv, largest_block, matrix_of, next_power_of_2, warps_for
+from nanovllm.kernels.triton.launch_arguments import (
+    adjacent,
+    cdiv,
+    largest_block,
+    matrix_of,
+    next_power_of_2,
+    warps_for,
+)
 from nanovllm.kernels.triton.rows.move_rows import to_fp8
+
+
+@triton.jit
+def store_codes(
+    v, codes, scales, token, group, at, live, scale_stride, SIZE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, LARGEST: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """Store v [groups, GROUP] of a token, at columns `at`, and a scale for each group; ROWS: one for all."""
+    largest = tl.max(tl.abs(v), 1)
+    if ROWS:
+        largest = tl.broadcast_to(tl.max(largest, 0)[None], [v.shape[0]])
+    largest = tl.maximum(largest, LEAST)
+    top = tl.full([v.shape[0]], LARGEST, tl.float32)
+    scale = tl.div_rn(largest, top)
+    v *= tl.div_rn(top, largest)[:, None]
+    if CONVERTS:
+        code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = to_fp8(v)
+    tl.store(codes + token * SIZE + at, code, live)
+    if ROWS:
+        tl.store(scales + token + group, scale, group == 0)
+    else:
+        tl.store(scales + token + group.to(tl.int64) * scale_stride, scale, group * GROUP < SIZE)
 
 
 @triton.jit
@@ -53,22 +86,36 @@ def quantise_kernel(
         dtype: tl.constexpr = x.dtype.element_ty
         up = tl.load(x + SIZE + at, there, other=0.0).to(tl.float32)
         v = rounded(gated_product(v, up, "silu", dtype), dtype)
-    largest = tl.max(tl.abs(v), 1)
-    if ROWS:
-        largest = tl.broadcast_to(tl.max(largest, 0)[None], [GROUPS])
-    largest = tl.maximum(largest, LEAST)
-    top = tl.full([GROUPS], LARGEST, tl.float32)
-    scale = tl.div_rn(largest, top)
-    v *= tl.div_rn(top, largest)[:, None]
-    if CONVERTS:
-        code = v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        code = to_fp8(v)
-    tl.store(codes + token * SIZE + at, code, live)
-    if ROWS:
-        tl.store(scales + token + group, scale, group == 0)
-    else:
-        tl.store(scales + token + group.to(tl.int64) * scale_stride, scale, group * GROUP < SIZE)
+    store_codes(v, codes, scales, token, group, at, live, scale_stride, SIZE, GROUP, ROWS, LEAST, LARGEST, CONVERTS)
+
+
+@triton.jit
+def normed_quantise_kernel(
+    x,  # [num_tokens, SIZE], rows x_stride apart
+    residual,  # like x
+    norm_weight,  # [SIZE]
+    total,  # [num_tokens, SIZE]: x + residual
+    codes, scales,  # as of `quantise_kernel`
+    num_tokens, x_stride, residual_stride, scale_stride, eps,
+    SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
+    LARGEST: tl.constexpr, CONVERTS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid [tokens]: norm(x + residual), quantised. DEPENDENT: as of the kernels of norms."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, GROUPS)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live = at < SIZE
+    there = at < tl.where(token < num_tokens, SIZE, 0)
+    w = tl.load(norm_weight + at, live, other=0.0).to(tl.float32)
+    if DEPENDENT:
+        gdc_wait()
+    v = tl.load(x + token * x_stride + at, there, other=0.0).to(tl.float32)
+    v = rounded(v + tl.load(residual + token * residual_stride + at, there, other=0.0).to(tl.float32), dtype)
+    tl.store(total + token * SIZE + at, to_dtype(v, dtype), there)
+    factor = tl.rsqrt(tl.sum(tl.sum(v * v, 1), 0) / SIZE + eps)
+    v = rounded(rounded(v * factor, dtype) * w, dtype)
+    store_codes(v, codes, scales, token, group, at, live, scale_stride, SIZE, GROUP, ROWS, LEAST, LARGEST, CONVERTS)
 
 
 @functools.cache
@@ -99,11 +146,8 @@ def quantised(x: torch.Tensor, columns: int, gated: bool = False) -> tuple[torch
         gated: x is [num_tokens, 2 * size], and silu(gate) * up of its halves is quantised.
     """
     x, num_tokens, stride = matrix_of(x)
-    size, tokens = x.shape[-1] // (1 + gated), cdiv(num_tokens, MULTIPLE) * MULTIPLE
-    codes = torch.empty((tokens, size), dtype=torch.uint8, device=x.device)
-    scales = torch.empty((cdiv(size, columns), tokens), dtype=torch.float32, device=x.device).t()
-    group = min(BLOCK, next_power_of_2(size))
-    groups = next_power_of_2(cdiv(size, group))
+    codes, scales, group, groups = _places(num_tokens, x.shape[-1] // (1 + gated), columns, x.device)
+    tokens, size = codes.shape
     pieces = 1
     if columns != size:  # no idle groups at the end of a row, if its size allows
         groups = min(groups, largest_block(cdiv(size, group), 32, 8) or 32)
@@ -114,6 +158,45 @@ def quantised(x: torch.Tensor, columns: int, gated: bool = False) -> tuple[torch
             LARGEST, converts_to_fp8(x.device), num_warps=warps_for(groups * group, 16),
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
+
+
+def normed_and_quantised(
+    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """norm(x + residual) as `quantised` has it, and x + residual [num_tokens, size], rounded as `add_rms_norm` rounds.
+
+    Args:
+        x, residual: [num_tokens, size]; norm_weight: [size]; one dtype.
+        columns: as of `quantised`; size is at most 32,768.
+    """
+    x, num_tokens, stride = matrix_of(x)
+    residual, _, residual_stride = matrix_of(residual)
+    norm_weight = adjacent(norm_weight)
+    codes, scales, group, groups = _places(num_tokens, x.shape[-1], columns, x.device)
+    tokens, size = codes.shape
+    total = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    if tokens:
+        early = norm_launched_early(x, tokens) and are_constant(norm_weight)
+        normed_quantise_kernel[(tokens,)](
+            x, residual, norm_weight, total, codes, scales, num_tokens, stride, residual_stride, scales.stride(1), eps,
+            size, groups, group, columns == size, LEAST, LARGEST, converts_to_fp8(x.device), early,
+            num_warps=warps_for(groups * group, 16), launch_pdl=early,
+        )  # fmt: skip
+    return codes.view(torch.float8_e4m3fn), scales, total
+
+
+def _places(
+    num_tokens: int, size: int, columns: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """(codes uint8 [tokens, size], their scales, columns and number of the groups of a kernel's tile), without values.
+
+    tokens: num_tokens rounded up to a multiple of 16.
+    """
+    tokens = cdiv(num_tokens, MULTIPLE) * MULTIPLE
+    codes = torch.empty((tokens, size), dtype=torch.uint8, device=device)
+    scales = torch.empty((cdiv(size, columns), tokens), dtype=torch.float32, device=device).t()
+    group = min(BLOCK, next_power_of_2(size))
+    return codes, scales, group, next_power_of_2(cdiv(size, group))
 
 
 def scales_of_weight(scale: torch.Tensor, outputs: int) -> torch.Tensor:

@@ -17,7 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.ops.linear_fp8 import BLOCK
 from nanovllm.kernels.triton.device_math import INTERPRETED, to_dtype
+from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_decode import fp8_to_float32
+from nanovllm.kernels.triton.gemm.packed_kernels import start_early
+from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
 from nanovllm.kernels.triton.gemm.tiles import tile_position
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, num_sms
 
@@ -33,6 +36,7 @@ class Fp8Plan:
         tokens, outputs: of a tile.
         programs: of a multiprocessor at a time.
         group: rows of tiles that run at the same time, which share operands in the L2 cache.
+        splits: programs that share the columns of a tile. A second kernel adds their sums.
     """
 
     tokens: int = 128
@@ -41,6 +45,7 @@ class Fp8Plan:
     stages: int = 4
     programs: int = 1
     group: int = 16
+    splits: int = 1
 
 
 @functools.cache
@@ -77,43 +82,86 @@ def output_scales(scale, first, outputs, stride, SCALE_ROWS: tl.constexpr, OUTPU
 # Not specialised on the number of tokens: that would compile the kernel again in the middle of serving.
 @triton.jit(do_not_specialize=["num_tokens", "x_scale_stride"])
 def fp8_product_kernel(
-    x, weight, out,  # tensor descriptors: e4m3 [tokens, size], e4m3 [outputs, size], [num_tokens, outputs]
+    x, weight,  # tensor descriptors: e4m3 [tokens, size], e4m3 [outputs, size]
+    weight_words,  # the weight's memory, int16 [outputs, size / 2]
+    out,  # tensor descriptor [num_tokens, outputs]; if SPLITS > 1 a pointer, float32 [SPLITS, num_tokens, outputs]
     x_scale,  # float32 [columns of scales, tokens], `x_scale_stride` apart
     scale,  # float32 [rows of scales, columns of scales], `scale_stride` apart
-    bias,  # [outputs] or None
+    bias,  # [outputs] or None; with SPLITS > 1 the second kernel adds it
     num_tokens, outputs, size, x_scale_stride, scale_stride,
     SCALE_ROWS: tl.constexpr,  # outputs that share a scale
     COLUMNS: tl.constexpr,  # scales are of BLOCK columns, else of all
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr,  # tiles of the weight that are fetched before the kernel in front has ended
 ):  # fmt: skip
-    """Grid [programs], each with every programs-th tile of the output. Elements outside of a tensor are zeros."""
+    """Grid [programs], each with every programs-th part of the output. Elements outside of a tensor are zeros."""
     tiles_m = tl.cdiv(num_tokens, TOKENS)
     tiles_n = tl.cdiv(outputs, OUTPUTS)
-    for index in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        row, col = tile_position(index, tiles_m, tiles_n, GROUP)
+    steps = tl.cdiv(size, BLOCK)
+    if PDL:
+        split = tl.program_id(0) % SPLITS
+        _, col = tile_position(tl.program_id(0) // SPLITS, tiles_m, tiles_n, GROUP)
+        cols = col * OUTPUTS + tl.arange(0, OUTPUTS)
+        first = split * steps // SPLITS * BLOCK // 2
+        start_early(weight_words, cols, cols < outputs, first, size // 2, size // 2, AHEAD * BLOCK // 2)
+    for index in tl.range(tl.program_id(0), tiles_m * tiles_n * SPLITS, tl.num_programs(0)):
+        split = index % SPLITS
+        row, col = tile_position(index // SPLITS, tiles_m, tiles_n, GROUP)
         row *= TOKENS
         col *= OUTPUTS
         rows = row + tl.arange(0, TOKENS)
         cols = col + tl.arange(0, OUTPUTS)
+        first = split * steps // SPLITS
+        last = (split + 1) * steps // SPLITS
         acc = tl.zeros([TOKENS, OUTPUTS], tl.float32)
-        for start in range(0, size, BLOCK):
-            part = dot_fp8(x.load([row, start]), weight.load([col, start]).T)
+        if COLUMNS:  # scales are loaded a tile ahead
+            x_scales = tl.load(x_scale + first.to(tl.int64) * x_scale_stride + rows, rows < num_tokens, other=0.0)
+            scales = output_scales(scale + first, col, outputs, scale_stride, SCALE_ROWS, OUTPUTS)
+        for step in range(first, last):
             if COLUMNS:
-                at = start // BLOCK
-                x_scales = tl.load(
-                    x_scale + tl.cast(at, tl.int64) * x_scale_stride + rows, rows < num_tokens, other=0.0
+                ahead = tl.minimum(step + 1, last - 1)
+                next_x = tl.load(
+                    x_scale + tl.cast(ahead, tl.int64) * x_scale_stride + rows, rows < num_tokens, other=0.0
                 )
-                acc += part * (
-                    x_scales[:, None] * output_scales(scale + at, col, outputs, scale_stride, SCALE_ROWS, OUTPUTS)
-                )
+                next_scales = output_scales(scale + ahead, col, outputs, scale_stride, SCALE_ROWS, OUTPUTS)
+            part = dot_fp8(x.load([row, step * BLOCK]), weight.load([col, step * BLOCK]).T)
+            if COLUMNS:
+                acc += part * (x_scales[:, None] * scales)
+                x_scales = next_x
+                scales = next_scales
             else:
                 acc += part
         if not COLUMNS:
             x_scales = tl.load(x_scale + rows, rows < num_tokens, other=0.0)
             acc *= x_scales[:, None] * output_scales(scale, col, outputs, scale_stride, SCALE_ROWS, OUTPUTS)
-        if bias is not None:
-            acc += tl.load(bias + cols, cols < outputs, other=0.0).to(tl.float32)[None, :]
-        out.store([row, col], to_dtype(acc, out.dtype))
+        if SPLITS > 1:
+            at = (split * num_tokens + rows).to(tl.int64)[:, None] * outputs + cols[None, :]
+            tl.store(out + at, acc, (rows < num_tokens)[:, None] & (cols < outputs)[None, :])
+        else:
+            if bias is not None:
+                acc += tl.load(bias + cols, cols < outputs, other=0.0).to(tl.float32)[None, :]
+            out.store([row, col], to_dtype(acc, out.dtype))
+
+
+def fp8_sums(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
+    out: torch.Tensor, num_tokens: int, plan: Fp8Plan,
+) -> None:  # fmt: skip
+    """Launch the kernel. out: as of `fp8_product`; with splits float32 [splits, num_tokens, outputs], without bias."""
+    (outputs, size), stages = weight.shape, plan.stages
+    scale = adjacent(scale)
+    columns = scale.shape[1] > 1
+    scale_rows = ALL if scale.shape[0] == 1 else 1 if scale.shape[0] == outputs else BLOCK
+    tiles = cdiv(num_tokens, plan.tokens) * cdiv(outputs, plan.outputs) * plan.splits
+    pdl = tiles <= plan.programs * num_sms(codes) and has_dependent_launch(codes.device)
+    fp8_product_kernel[(min(tiles, plan.programs * num_sms(codes)),)](
+        TensorDescriptor.from_tensor(codes, [plan.tokens, BLOCK]),
+        TensorDescriptor.from_tensor(weight, [plan.outputs, BLOCK]), weight.view(torch.int16),
+        out if plan.splits > 1 else TensorDescriptor.from_tensor(out, [plan.tokens, plan.outputs]),
+        scales, scale, None if plan.splits > 1 else adjacent(bias), num_tokens, outputs, size, scales.stride(1),
+        scale.stride(0), scale_rows, columns, plan.tokens, plan.outputs, plan.group, BLOCK, plan.splits, pdl,
+        stages - 1, num_warps=plan.warps, num_stages=stages, launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def fp8_product(
@@ -129,15 +177,9 @@ def fp8_product(
         plan: in place of the built-in one.
     """
     plan = plan or plan_fp8_product(codes.device)
-    (num_tokens, outputs), size = out.shape, codes.shape[1]
-    scale = adjacent(scale)
-    columns = scale.shape[1] > 1
-    scale_rows = ALL if scale.shape[0] == 1 else 1 if scale.shape[0] == outputs else BLOCK
-    tiles = cdiv(num_tokens, plan.tokens) * cdiv(outputs, plan.outputs)
-    fp8_product_kernel[(min(tiles, plan.programs * num_sms(codes)),)](
-        TensorDescriptor.from_tensor(codes, [plan.tokens, BLOCK]),
-        TensorDescriptor.from_tensor(weight, [plan.outputs, BLOCK]),
-        TensorDescriptor.from_tensor(out, [plan.tokens, plan.outputs]),
-        scales, scale, adjacent(bias), num_tokens, outputs, size, scales.stride(1), scale.stride(0), scale_rows,
-        columns, plan.tokens, plan.outputs, plan.group, BLOCK, num_warps=plan.warps, num_stages=plan.stages,
-    )  # fmt: skip
+    if plan.splits == 1:
+        fp8_sums(codes, scales, weight, scale, bias, out, len(out), plan)
+        return
+    parts = torch.empty((plan.splits, *out.shape), dtype=torch.float32, device=out.device)
+    fp8_sums(codes, scales, weight, scale, None, parts, len(out), plan)
+    finish_splits(parts, bias, out, "none", False, has_dependent_launch(out.device))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.ops import linear_fp8, linear_fp8_dynamic, silu_and_mul
+from nanovllm.kernels.ops import add_rms_norm, linear_fp8, linear_fp8_dynamic, silu_and_mul
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
 from nanovllm.kernels.triton.gemm import fp8_activations
@@ -48,6 +48,22 @@ def test_silu_is_rounded_before_it_is_quantised(size, columns, poison):
     want, want_scales = quantise_fp8(silu_and_mul.native(gate_up), columns)
     assert codes.shape == (16, size) and not codes[5:].float().any()
     # SiLU may be rounded another way, to the next of 256 numbers of bfloat16 and sometimes to the next code.
+    torch.testing.assert_close(scales[:5], want_scales, rtol=2**-7, atol=0)
+    torch.testing.assert_close(codes[:5].float(), want.float(), rtol=2**-3, atol=2**-8)
+    same = codes[:5].view(torch.uint8) == want.view(torch.uint8)
+    assert same.float().mean() > 0.95
+
+
+@pytest.mark.parametrize("size, columns", [(256, 128), (640, 128), (96, 96), (1280, 1280)])
+def test_a_norm_is_rounded_before_it_is_quantised(size, columns, poison):
+    x, residual = (strided(randn(5, size, dtype=torch.bfloat16, scale=3.0, seed=seed)) for seed in (0, 1))
+    weight = 1 + randn(size, dtype=torch.bfloat16, seed=2, scale=0.1)
+    codes, scales, total = fp8_activations.normed_and_quantised(x, residual, weight, 1e-6, columns)
+    normed, want_total = add_rms_norm.native(x, residual, weight, 1e-6)
+    want, want_scales = quantise_fp8(normed, columns)
+    assert torch.equal(total, want_total)
+    assert codes.shape == (16, size) and not codes[5:].float().any() and scales.stride() == (1, 16)
+    # The norm may be rounded another way, to the next of 256 numbers of bfloat16 and sometimes to the next code.
     torch.testing.assert_close(scales[:5], want_scales, rtol=2**-7, atol=0)
     torch.testing.assert_close(codes[:5].float(), want.float(), rtol=2**-3, atol=2**-8)
     same = codes[:5].view(torch.uint8) == want.view(torch.uint8)

@@ -1,5 +1,7 @@
 """`fp8_product`: products of 8-bit floats with scales, against float64, and what the kernel compiles to."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -56,6 +58,14 @@ def test_product(num_tokens, outputs, size, scale_rows, scale_columns, biased, p
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_built_in_plan(dtype, poison):
     check(144, *operands(144, 272, 256, 128, 128), None, dtype, None)
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+@pytest.mark.parametrize("scale_columns", [0, 128])
+def test_programs_share_the_columns(splits, scale_columns, poison):
+    bias = randn(144, dtype=torch.bfloat16, seed=4)
+    check(45, *operands(48, 144, 656 if scale_columns == 0 else 640, 128, scale_columns), bias, torch.float32,
+        replace(SMALL, splits=splits))  # fmt: skip
 
 
 def test_the_plan_of_gpus_with_less_shared_memory(monkeypatch):

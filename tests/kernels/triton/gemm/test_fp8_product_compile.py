@@ -9,13 +9,17 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
-from nanovllm.kernels.triton.gemm.fp8_activations import quantised
+from nanovllm.kernels.triton.gemm import fp8_activations
 from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product
 from tests.kernels.triton.compiled import compiled, launches_of, resources, wide
 
 TOKENS, SIZE = 2048, 4096
 SMALL = Fp8Plan(tokens=64, warps=4, stages=3)
 FP8 = torch.float8_e4m3fn
+
+
+DECODING = Fp8Plan(tokens=128, outputs=64, stages=4, programs=2, splits=2)
+FEW = Fp8Plan(tokens=64, outputs=128, warps=4, stages=4, programs=2)
 
 
 def call(outputs, by_block, plan):
@@ -26,27 +30,37 @@ def call(outputs, by_block, plan):
 
 
 @pytest.mark.parametrize(
-    "capability, by_block, plan", [(90, True, None), (90, False, None), (100, True, None), (120, True, SMALL)]
-)
+    "capability, by_block, plan",
+    [
+        (90, True, None), (90, False, None), (90, True, DECODING), (90, False, DECODING), (90, True, FEW),
+        (100, True, None), (120, True, SMALL),
+    ],
+)  # fmt: skip
 def test_products_keep_their_sums_in_registers(capability, by_block, plan, tmp_path):
-    ((_, kernel, args, options),) = launches_of([("product", call(6144, by_block, plan))])
+    (_, kernel, args, options), *_ = launches_of([("product", call(6144, by_block, plan))])
     binary = compiled(kernel, args, {k: options[k] for k in ("num_warps", "num_stages")}, capability)
     registers, stack, local = resources(binary, tmp_path)
     assert local == stack == 0, f"{registers} registers, {stack} stack, {local} local"
     ptx = binary.asm["ptx"]
     assert "cp.async.bulk.tensor" in ptx
     assert re.search({90: r"wgmma.*e4m3\.e4m3", 100: r"tcgen05\.mma", 120: r"mma\.sync.*e4m3\.e4m3"}[capability], ptx)
-    assert binary.metadata.shared <= (99 << 10 if capability == 120 else 227 << 10)
+    assert binary.metadata.shared * (plan or SMALL).programs <= (99 << 10 if capability == 120 else 227 << 10)
+
+
+def quantise(kind, columns):
+    if kind == "normed":
+        x, weight = torch.empty(TOKENS, SIZE, dtype=torch.bfloat16), torch.empty(SIZE, dtype=torch.bfloat16)
+        return fp8_activations.normed_and_quantised(x, torch.empty_like(x), weight, 1e-6, columns)
+    return fp8_activations.quantised(
+        torch.empty(TOKENS, SIZE * (1 + (kind == "gated"))).bfloat16(), columns, kind == "gated"
+    )
 
 
 @pytest.mark.parametrize("columns", [128, 4096])
-@pytest.mark.parametrize("gated", [False, True])
-def test_quantisation_loads_wide_and_rounds_by_an_instruction(columns, gated, tmp_path, monkeypatch):
-    from nanovllm.kernels.triton.gemm import fp8_activations
-
+@pytest.mark.parametrize("kind", ["plain", "gated", "normed"])
+def test_quantisation_loads_wide_and_rounds_by_an_instruction(columns, kind, tmp_path, monkeypatch):
     monkeypatch.setattr(fp8_activations, "converts_to_fp8", lambda device: True)
-    x = torch.empty(TOKENS, SIZE * (1 + gated), dtype=torch.bfloat16)
-    ((_, kernel, args, options),) = launches_of([("quantise", lambda: quantised(x, columns, gated))])
+    ((_, kernel, args, options),) = launches_of([("quantise", lambda: quantise(kind, columns))])
     binary = compiled(kernel, args, {"num_warps": options["num_warps"]}, 90)
     assert resources(binary, tmp_path)[1:] == (0, 0)
     ptx = binary.asm["ptx"]
