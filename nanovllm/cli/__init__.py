@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,7 @@ from nanovllm.cli.device import device as device_command
 from nanovllm.cli.fuse import fuse as fuse_command
 from nanovllm.cli.kernels import app as kernels_app
 from nanovllm.cli.lab import app as lab_app
+from nanovllm.cli.option_records import takes_records
 from nanovllm.cli.plan import app as plan_app
 from nanovllm.cli.serve import serve as serve_command
 from nanovllm.cli.tune import tune as tune_command
@@ -43,27 +45,51 @@ app = typer.Typer(
     help="A small, fast LLM inference engine whose kernels you can swap.",
 )
 
-_Model = Annotated[
-    str | None,
-    typer.Option(
-        help="A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct, downloaded once."
-    ),
-]
 _Temperature = Annotated[float, typer.Option(help="0 for always the most likely token.")]
 _TopP = Annotated[float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")]
 _Seed = Annotated[int | None, typer.Option(help="Makes the answers repeatable.")]
-_UseCustomKernels = Annotated[
-    bool | None, typer.Option(help="Custom kernels, or every op's PyTorch reference; by default as config.json says.")
-]
-_KernelPlugins = Annotated[
-    list[str] | None,
-    typer.Option(help="A Python file or module with kernels of your own, which are preferred; repeatable."),
-]
 
-_Quantization = Annotated[
-    str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
-]
-_TensorParallelSize = Annotated[int, typer.Option(help="GPUs of this machine that share the model.")]
+
+@dataclass
+class _Engine:
+    """The arguments of `LLM` that can be given here."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct, downloaded "
+            "once."
+        ),
+    ] = None
+    use_custom_kernels: Annotated[
+        bool | None,
+        typer.Option(help="Custom kernels, or every op's PyTorch reference; by default as config.json says."),
+    ] = None
+    kernel_plugin: Annotated[
+        list[str] | None,
+        typer.Option(help="A Python file or module with kernels of your own, which are preferred; repeatable."),
+    ] = None
+    tensor_parallel_size: Annotated[int, typer.Option(help="GPUs of this machine that share the model.")] = 1
+    quantization: Annotated[
+        str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
+    ] = None
+
+    def load(self) -> LLM:
+        """The model, with a line that says that it is being loaded."""
+        status = StatusLine()
+        status.show(f"Loading {self.model or 'the default model'} ...")
+        try:
+            with collector_off(gc.freeze):
+                from nanovllm import LLM
+                from nanovllm.weights.demo_model import demo_model_path
+
+                return LLM(
+                    self.model or demo_model_path(), use_custom_kernels=self.use_custom_kernels,
+                    kernel_plugins=self.kernel_plugin or (), tensor_parallel_size=self.tensor_parallel_size,
+                    quantization=self.quantization,
+                )  # fmt: skip
+        finally:
+            status.clear()
 
 
 def _show_version(wanted: bool) -> None:
@@ -83,50 +109,21 @@ def _root(
     pass
 
 
-def _load(
-    model: str | None,
-    use_custom_kernels: bool | None,
-    plugins: list[str] | None,
-    tp_size: int,
-    quantization: str | None,
-) -> LLM:
-    """The model, with a line that says that it is being loaded."""
-    status = StatusLine()
-    status.show(f"Loading {model or 'the default model'} ...")
-    try:
-        with collector_off(gc.freeze):
-            from nanovllm import LLM
-            from nanovllm.weights.demo_model import demo_model_path
-
-            return LLM(
-                model or demo_model_path(),
-                use_custom_kernels=use_custom_kernels,
-                kernel_plugins=plugins or (),
-                tensor_parallel_size=tp_size,
-                quantization=quantization,
-            )
-    finally:
-        status.clear()
-
-
 @app.command()
+@takes_records
 def chat(
-    model: _Model = None,
+    engine: _Engine,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     temperature: _Temperature = 0.6,
     top_p: _TopP = 0.95,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = 512,
     seed: _Seed = None,
-    use_custom_kernels: _UseCustomKernels = None,
-    kernel_plugin: _KernelPlugins = None,
-    tensor_parallel_size: _TensorParallelSize = 1,
-    quantization: _Quantization = None,
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size, quantization)
+    llm = engine.load()
     messages = [{"role": "system", "content": system}] if system else []
     print("Say something. An empty line ends the conversation.")
     while True:
@@ -152,23 +149,20 @@ def chat(
 
 
 @app.command()
+@takes_records
 def generate(
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts, completed together.")],
-    model: _Model = None,
+    engine: _Engine,
     temperature: _Temperature = 0.6,
     top_p: _TopP = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in a completion.")] = 128,
     seed: _Seed = None,
-    use_custom_kernels: _UseCustomKernels = None,
-    kernel_plugin: _KernelPlugins = None,
-    tensor_parallel_size: _TensorParallelSize = 1,
-    quantization: _Quantization = None,
 ) -> None:
     """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short."""
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
-    llm = _load(model, use_custom_kernels, kernel_plugin, tensor_parallel_size, quantization)
+    llm = engine.load()
     if len(prompts) > 1:
         try:
             outputs, end = llm.generate(prompts, params), ""

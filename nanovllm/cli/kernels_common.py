@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,11 +136,3 @@ def print_wide(table: Any) -> None:
     console = Console(width=10000)
     console.width = Measurement.get(console, console.options, table).maximum
     console.print(table, soft_wrap=True)
-
-
-def print_table(table: Any) -> None:
-    """Print a table in the terminal's width; into a file or a pipe in 240 columns."""
-    from rich.console import Console
-
-    console = Console() if sys.stdout.isatty() else Console(width=240)
-    console.print(table)

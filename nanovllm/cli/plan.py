@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_common import GPUS, Json, Wide
+from nanovllm.cli.option_records import takes_records
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -23,16 +24,6 @@ app = typer.Typer(
     help="Predict which tiles, stages and warps a kernel should use on a GPU, and how long it runs. No GPU is needed.",
 )
 
-_Gpu = Annotated[
-    str | None, typer.Option(help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100.")
-]
-_Top = Annotated[int, typer.Option(min=1, help="How many configurations to show, fastest first.")]
-_Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile", help="Also compile the plans shown, and show the compiler's shared memory and registers."
-    ),
-]
 _Dtype = Annotated[
     str, typer.Option(help="Type of the operands: bfloat16, float16, float32; gemm also takes tfloat32 and float8.")
 ]
@@ -40,55 +31,57 @@ _Dtype = Annotated[
 
 @dataclass(frozen=True)
 class _Shown:
-    """How plans are shown: how many, whether compiled, and in which form."""
+    """For which GPU plans are made, how many are shown, and in which form."""
 
-    top: int
-    json_file: str | None
-    wide: bool
-    compile: bool = False
+    gpu: Annotated[
+        str | None, typer.Option(help=f"{GPUS}, or 'here'. By default the CUDA device here, measured, else h100.")
+    ] = None
+    top: Annotated[int, typer.Option(min=1, help="How many configurations to show, fastest first.")] = 10
+    wide: Wide = False
+    json_file: Json = None
+
+
+@dataclass(frozen=True)
+class _Compiled(_Shown):
+    """The same of kernels that this package has."""
+
+    compile: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Also compile the plans shown, and show the compiler's shared memory and registers."
+        ),
+    ] = False
 
 
 @app.command()
+@takes_records
 def gemm(
     m: Annotated[int, typer.Option(help="Rows of x: tokens.")],
     n: Annotated[int, typer.Option(help="Rows of the weight: outputs.")],
     k: Annotated[int, typer.Option(help="Columns of both.")],
+    *,
     dtype: _Dtype = "bfloat16",
     weight: Annotated[str | None, typer.Option(help="Packed type of the weight: int4, int8 or float8.")] = None,
     group: Annotated[int, typer.Option(help="How many packed weights share a scale.")] = 128,
-    gpu: _Gpu = None,
-    top: _Top = 10,
-    compile: _Compile = False,
-    wide: Wide = False,
-    json_file: Json = None,
+    shown: _Compiled,
 ) -> None:
     """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
     from nanovllm.hardware.gpu_presets import dtype_name
-    from nanovllm.plan import GemmProblem, plan_gemm
-    from nanovllm.plan.gemm_tiles import DTYPES, WEIGHTS
+    from nanovllm.plan.gemm_tiles import DTYPES, WEIGHTS, GemmProblem, plan_gemm
 
     if dtype in WEIGHTS and dtype not in DTYPES:
         raise ValueError(
             f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}; packed weights are --weight {dtype}"
         )
     packed = None if weight is None else dtype_name(weight, WEIGHTS, "weight")
-    problem = GemmProblem(m, n, k, dtype_name(dtype, DTYPES), packed, group)
-    device = _device(gpu)
-    least = m * k * problem.bytes_x + n * k * problem.bytes_weight + m * n * problem.bytes_x
-    _show(
-        "gemm",
-        problem,
-        device,
-        plan_gemm(problem, device),
-        device.rate(problem.dtype),
-        least,
-        _Shown(top, json_file, wide, compile),
-    )
+    _show("gemm", GemmProblem(m, n, k, dtype_name(dtype, DTYPES), packed, group), plan_gemm, shown)
 
 
 @app.command()
+@takes_records
 def attention(
     query: Annotated[int, typer.Option(help="New tokens of each sequence; 1 for decoding.")],
+    *,
     context: Annotated[
         int | None, typer.Option(help="Keys of each sequence; by default the number of new tokens.")
     ] = None,
@@ -98,122 +91,81 @@ def attention(
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
     causal: Annotated[bool, typer.Option(help="A token sees no later token.")] = True,
     dtype: _Dtype = "bfloat16",
-    gpu: _Gpu = None,
-    top: _Top = 10,
-    compile: _Compile = False,
-    wide: Wide = False,
-    json_file: Json = None,
+    shown: _Compiled,
 ) -> None:
     """Tiles of attention: query rows of a block, keys of a step."""
     from nanovllm.hardware.gpu_presets import dtype_name
-    from nanovllm.plan import AttentionProblem, plan_attention
-    from nanovllm.plan.attention_tiles import DTYPES
+    from nanovllm.plan.attention_tiles import DTYPES, AttentionProblem, plan_attention
 
     context = query if context is None else context
     problem = AttentionProblem(batch, query, context, heads, kv_heads, head_dim, causal, dtype_name(dtype, DTYPES))
-    device = _device(gpu)
-    plans = plan_attention(problem, device)
-    _show(
-        "attention",
-        problem,
-        device,
-        plans,
-        device.rate(problem.dtype),
-        problem.least_bytes,
-        _Shown(top, json_file, wide, compile),
-    )
+    _show("attention", problem, plan_attention, shown)
 
 
 @app.command()
+@takes_records
 def conv(
     channels: Annotated[int, typer.Option(help="Input channels.")],
     filters: Annotated[int, typer.Option(help="Output channels.")],
     height: Annotated[int, typer.Option(help="Height of the input in pixels.")],
     width: Annotated[int, typer.Option(help="Width of the input in pixels.")],
+    *,
     batch: Annotated[int, typer.Option(help="Images.")] = 1,
     kernel: Annotated[str, typer.Option(help="Filter taps, such as 3 or 3x5 (height x width).")] = "3",
     stride: Annotated[int, typer.Option(help="Stride of both dimensions.")] = 1,
     padding: Annotated[int, typer.Option(help="Zeros on each side.")] = 0,
     dilation: Annotated[int, typer.Option(help="Distance between taps.")] = 1,
     dtype: _Dtype = "bfloat16",
-    gpu: _Gpu = None,
-    top: _Top = 10,
-    wide: Wide = False,
-    json_file: Json = None,
+    shown: _Shown,
 ) -> None:
     """Tiles of a convolution, computed as a matrix product over image patches; channels innermost."""
     from nanovllm.hardware.gpu_presets import dtype_name
-    from nanovllm.plan import ConvProblem, plan_conv
-    from nanovllm.plan.conv_problem import DTYPES
+    from nanovllm.plan.conv_problem import DTYPES, ConvProblem
+    from nanovllm.plan.conv_tiles import plan_conv
 
     taps = kernel.lower().split("x")
     if not all(t.isdigit() for t in taps) or len(taps) > 2:
         raise ValueError(f"--kernel: expected a size such as 3 or 3x5, not {kernel!r}")
-    problem = ConvProblem(
-        batch, channels, height, width, filters, int(taps[0]), int(taps[-1]), stride, padding, dilation,
-        dtype_name(dtype, DTYPES),
-    )  # fmt: skip
-    device = _device(gpu)
-    plans = plan_conv(problem, device)
-    _show("conv", problem, device, plans, device.rate(problem.dtype), problem.least_bytes, _Shown(top, json_file, wide))
+    sizes = batch, channels, height, width, filters, int(taps[0]), int(taps[-1]), stride, padding, dilation
+    _show("conv", ConvProblem(*sizes, dtype_name(dtype, DTYPES)), plan_conv, shown)
 
 
 @app.command()
+@takes_records
 def elementwise(
     elements: Annotated[int, typer.Option(help="Elements of the result.")],
+    *,
     inputs: Annotated[int, typer.Option(help="Tensors read, each as large as the result.")] = 1,
     outputs: Annotated[int, typer.Option(help="Tensors written.")] = 1,
     operations: Annotated[int, typer.Option(help="Instructions per element besides loads and stores.")] = 8,
     dtype: _Dtype = "bfloat16",
-    gpu: _Gpu = None,
-    top: _Top = 10,
-    compile: _Compile = False,
-    wide: Wide = False,
-    json_file: Json = None,
+    shown: _Compiled,
 ) -> None:
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
     from nanovllm.hardware.gpu_presets import dtype_name
-    from nanovllm.plan import ElementwiseProblem, plan_elementwise
-    from nanovllm.plan.elementwise_tiles import DTYPES
+    from nanovllm.plan.elementwise_tiles import DTYPES, ElementwiseProblem, plan_elementwise
 
     problem = ElementwiseProblem(elements, inputs, outputs, dtype_name(dtype, DTYPES), operations)
-    device = _device(gpu)
-    plans = plan_elementwise(problem, device)
-    _show(
-        "elementwise",
-        problem,
-        device,
-        plans,
-        device.vector_flops,
-        plans[0].bytes,
-        _Shown(top, json_file, wide, compile),
-    )
+    _show("elementwise", problem, plan_elementwise, shown)
 
 
 @app.command()
+@takes_records
 def reduction(
     kind: Annotated[str, typer.Argument(help="softmax, layer_norm or rms_norm, also as layernorm and rmsnorm.")],
     rows: Annotated[int, typer.Option(help="Rows.")],
     size: Annotated[int, typer.Option(help="Elements of a row.")],
+    *,
     dtype: _Dtype = "bfloat16",
-    gpu: _Gpu = None,
-    top: _Top = 10,
-    compile: _Compile = False,
-    wide: Wide = False,
-    json_file: Json = None,
+    shown: _Compiled,
 ) -> None:
     """Blocks of a row kernel: one pass if the row fits into registers, else pieces."""
     from nanovllm.hardware.gpu_presets import dtype_name
-    from nanovllm.plan import ReductionProblem, plan_reduction
-    from nanovllm.plan.reduction_tiles import DTYPES, KINDS
+    from nanovllm.plan.reduction_tiles import DTYPES, KINDS, ReductionProblem, plan_reduction
 
     short = kind.lower().replace("-", "").replace("_", "")
     named = {known.replace("_", ""): known for known in KINDS}.get(short, kind)
-    problem = ReductionProblem(named, rows, size, dtype_name(dtype, DTYPES))
-    device = _device(gpu)
-    least = 2 * rows * size * problem.itemsize
-    plans = plan_reduction(problem, device)
-    _show("reduction", problem, device, plans, device.vector_flops, least, _Shown(top, json_file, wide, compile))
+    _show("reduction", ReductionProblem(named, rows, size, dtype_name(dtype, DTYPES)), plan_reduction, shown)
 
 
 def _device(gpu: str | None) -> DeviceModel:
@@ -231,15 +183,16 @@ def _device(gpu: str | None) -> DeviceModel:
     return device_model("h100")
 
 
-def _show(
-    kind: str, problem: Any, device: DeviceModel, plans: Sequence[Plan], rate: float, least_bytes: float, shown: _Shown
-) -> None:
+def _show(kind: str, problem: Any, planner: Callable[[Any, DeviceModel], list[Plan]], shown: _Shown) -> None:
     from nanovllm.cli.text_table import print_table
-    from nanovllm.plan.report import compiled, document, floor_seconds, table_rows
+    from nanovllm.plan.report import compiled, document, table_rows
 
-    floor = floor_seconds(plans[0], rate, least_bytes, device)
-    best = list(plans[: shown.top])
-    reported = compiled(best, _compiler(kind, problem, device)) if shown.compile else None
+    device = _device(shown.gpu)
+    plans, least_bytes = planner(problem, device), problem.least_bytes
+    rate = device.vector_flops if kind in ("elementwise", "reduction") else device.rate(problem.dtype)
+    floor = max(plans[0].flops / rate, least_bytes / device.bandwidth)  # all arithmetic, or every byte moved once
+    best = plans[: shown.top]
+    reported = compiled(best, _compiler(kind, problem, device)) if getattr(shown, "compile", False) else None
     found = document(kind, problem, device, best, len(plans), floor)
     for plan, resources in zip(found["plans"], reported or ()):
         plan["compiled"] = resources
@@ -281,7 +234,3 @@ def _compiler(kind: str, problem: Any, device: DeviceModel) -> Callable[[Any], A
         raise ValueError(f"--compile: needs Triton ({e})") from e
     compile = getattr(triton_kernels, f"compile_{kind}")
     return lambda config: compile(config, problem, device)
-
-
-if __name__ == "__main__":
-    app()

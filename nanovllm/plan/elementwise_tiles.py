@@ -68,6 +68,11 @@ class ElementwiseProblem:
     def itemsize(self) -> float:
         return DTYPE_BYTES[self.dtype]
 
+    @property
+    def least_bytes(self) -> float:
+        """Inputs and outputs once."""
+        return self.elements * (self.inputs + self.outputs) * self.itemsize
+
 
 @dataclass(frozen=True)
 class ElementwiseTile:

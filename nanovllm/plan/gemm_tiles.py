@@ -116,6 +116,11 @@ class GemmProblem:
         """Bytes a weight, its share of a scale included."""
         return self.bytes_x if self.weight is None else DTYPE_BYTES[self.weight] + 2 / self.group
 
+    @property
+    def least_bytes(self) -> float:
+        """Both operands and the result once."""
+        return (self.m * self.k + self.m * self.n) * self.bytes_x + self.n * self.k * self.bytes_weight
+
 
 @dataclass(frozen=True)
 class GemmTile:

@@ -79,6 +79,11 @@ class ReductionProblem:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def least_bytes(self) -> float:
+        """Every row read and written once."""
+        return 2 * self.rows * self.size * self.itemsize
+
+    @property
     def aligned(self) -> bool:
         """Whether Triton, which knows of a size whether 16 divides it, loads vectors."""
         return self.size % 16 == 0

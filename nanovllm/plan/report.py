@@ -11,18 +11,13 @@ from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import Plan
 
 
-def floor_seconds(plan: Plan, rate: float, least_bytes: float, device: DeviceModel) -> float:
-    """The least time: all the arithmetic, or every byte through device memory once."""
-    return max(plan.flops / rate, least_bytes / device.bandwidth)
-
-
 def table_rows(
     plans: Sequence[Plan], floor: float, compiled: Sequence[dict[str, Any]] | None = None, wide: bool = False
 ) -> tuple[list[str], list[list[str]], list[str]]:
     """(columns, rows, notes below the table). docs/planner.md explains the columns.
 
     Args:
-        floor: the least seconds, see `floor_seconds`.
+        floor: the least seconds: all the arithmetic, or every byte through device memory once.
         compiled: what `compiled` found for each plan; three columns show it.
         wide: also the columns that say why: intensity, stages or bytes in flight, occupancy, efficiency of the waves.
     """
