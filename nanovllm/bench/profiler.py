@@ -105,15 +105,7 @@ def _drive(
     Returns the microseconds of a decode step that was not recorded, or None if none was left.
     """
     core = engine.llm.engine
-    requests = [
-        core.make_request(i.prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output))
-        for i in items
-    ]
-    if any(item.arrival for item in items):
-        for request in requests:
-            core.queue(request)
-    else:
-        core.queue(*requests, offline=True)
+    requests = _queued(core, items)
     shortest = min(item.num_output for item in items)
 
     def steps(count: int, keep: bool = False) -> None:
@@ -148,22 +140,40 @@ def _drive(
         with recorded():
             steps(DECODE_STEPS, keep=True)
             _synchronize()
-        if not core.has_unfinished:
-            return None
-        _synchronize()
-        started, before = time.perf_counter(), sum(r.num_output_tokens for r in requests)
-        count = 0
-        while core.has_unfinished and count < DECODE_STEPS:
-            core.step()
-            count += 1
-        _synchronize()
-        grew = sum(r.num_output_tokens for r in requests) - before
-        return (time.perf_counter() - started) / count * 1e6 if grew else None
+        return _step_microseconds(core, requests)
     finally:
         for request in requests:
             core.abort(request)
         while core.has_unfinished:
             core.step()
+
+
+def _queued(core: Any, items: Sequence[Item]) -> list[Any]:
+    requests = [
+        core.make_request(i.prompt, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=i.num_output))
+        for i in items
+    ]
+    if any(item.arrival for item in items):
+        for request in requests:
+            core.queue(request)
+    else:
+        core.queue(*requests, offline=True)
+    return requests
+
+
+def _step_microseconds(core: Any, requests: Sequence[Any]) -> float | None:
+    """The mean time of the next steps; None if there are none, or no token came."""
+    if not core.has_unfinished:
+        return None
+    _synchronize()
+    started, before = time.perf_counter(), sum(r.num_output_tokens for r in requests)
+    count = 0
+    while core.has_unfinished and count < DECODE_STEPS:
+        core.step()
+        count += 1
+    _synchronize()
+    grew = sum(r.num_output_tokens for r in requests) - before
+    return (time.perf_counter() - started) / count * 1e6 if grew else None
 
 
 def _synchronize() -> None:

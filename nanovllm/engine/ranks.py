@@ -11,16 +11,14 @@ import hashlib
 import logging
 import os
 import shutil
-import signal
 import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -28,6 +26,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group, split_over
 from nanovllm.distributed.processes import Processes, RankError
 from nanovllm.distributed.rendezvous import join
+from nanovllm.engine.interrupts import interrupts_deferred
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.step import ScheduledStep
@@ -329,26 +328,3 @@ def check_split(model: ModelConfig, size: int) -> None:
     if found is not None:
         possible = ", ".join(str(n) for n in _SIZES if problem(n) is None)
         raise ValueError(f"{found}; sizes that this model allows: {possible}")
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Ctrl-C takes effect after the block, so that it leaves no rank waiting for this one; pressed again, at once."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(before):
-        yield
-        return
-    pending: list[Any] = []
-
-    def defer(number: int, frame: Any) -> None:
-        if pending:
-            before(number, frame)
-        pending.append(frame)
-
-    signal.signal(signal.SIGINT, defer)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pending:
-        before(signal.SIGINT, pending[0])

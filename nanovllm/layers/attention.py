@@ -113,23 +113,7 @@ class Attention:
             ValueError: a token lacks a position, key or value, or the heads or dtypes differ.
         """
         m = metadata
-        tokens, _, head_dim = q.shape
-        expected = (tokens, k.shape[1], head_dim)
-        if (
-            positions.shape != (tokens,)
-            or k.shape != expected
-            or v.shape != expected
-            or not q.dtype == k.dtype == v.dtype
-        ):
-            given = ", ".join(
-                f"{n} {x.dtype} {list(x.shape)}" for n, x in {"positions": positions, "q": q, "k": k, "v": v}.items()
-            )
-            expected_all = "a position, key and value for each query, of one head_dim and dtype"
-            raise ValueError(f"positions, q, k, v: expected {expected_all}, not {given}")
-        if rotary.cos_sin_cache.shape[1] != head_dim:
-            raise ValueError(
-                f"q: expected a head_dim of {rotary.cos_sin_cache.shape[1]}, as the angles have, not {head_dim}"
-            )
+        _check_projection(positions, q, k, v, rotary)
         if m.piggybacked is not None:
             n = m.num_decodes
             rest = (rotary, q_norm, k_norm, cache)
@@ -195,3 +179,18 @@ class Attention:
             concurrent=m.concurrent,
         )  # fmt: skip
         return result if out is None else out
+
+
+def _check_projection(
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: RotaryEmbedding
+) -> None:
+    tokens, _, head_dim = q.shape
+    expected = (tokens, k.shape[1], head_dim)
+    same_dtype = q.dtype == k.dtype == v.dtype
+    if positions.shape != (tokens,) or k.shape != expected or v.shape != expected or not same_dtype:
+        tensors = {"positions": positions, "q": q, "k": k, "v": v}
+        given = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in tensors.items())
+        expected_all = "a position, key and value for each query, of one head_dim and dtype"
+        raise ValueError(f"positions, q, k, v: expected {expected_all}, not {given}")
+    if (of_angles := rotary.cos_sin_cache.shape[1]) != head_dim:
+        raise ValueError(f"q: expected a head_dim of {of_angles}, as the angles have, not {head_dim}")

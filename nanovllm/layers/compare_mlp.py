@@ -10,7 +10,7 @@ import typer
 
 from nanovllm.arguments import full_dtype
 from nanovllm.console import Column, Rows, run_program
-from nanovllm.kernels import all_ops, benchmark_kernel, unavailable_reason
+from nanovllm.kernels import benchmark_kernel, linear_silu_and_mul, silu_and_mul, unavailable_reason
 from nanovllm.kernels.op.declaration import TOLERANCE
 from nanovllm.layers.custom_mlp import CustomGatedMLP
 
@@ -31,9 +31,7 @@ def compare_mlp(
     if name not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"{name}: expected bfloat16, float16 or float32", param_hint="--dtype")
     weights = getattr(torch, name)
-    priority = {
-        name: [kernels] for name in ("silu_and_mul", "linear_silu_and_mul") if kernels in all_ops()[name].providers
-    }
+    priority = {op.name: [kernels] for op in (silu_and_mul, linear_silu_and_mul) if kernels and kernels in op.providers}
     if kernels and not priority:
         raise typer.BadParameter(
             f"{kernels}: no provider of silu_and_mul or linear_silu_and_mul", param_hint="--kernels"

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.embed_head import LMHead
-from nanovllm.layers.linear import ShardedParameters
+from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.layers.packed_weight import PackedWeight, weights_without_memory
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
@@ -74,24 +74,11 @@ def load_model(
         packed_layers = layers(model, {}, {})
         fill_random(model, seed, packed_layers)
         packed_layers.finish(checkpoint)
-        if packed:
-            return pack_model(model, kernels, max_position, packed)
-        prepack_layers(model, kernels)
-        return model.eval()
-    assert checkpoint.path is not None
-    files = gguf if checkpoint.format == "gguf" else safetensors_files
+        return pack_model(model, kernels, max_position, packed) if packed else _prepacked(model, kernels)
     layout = SourceLayout(checkpoint.config, checkpoint.format)
-    raw = files.read_headers(checkpoint.path)
-    storages = packed_modules(checkpoint.quantization, raw) if checkpoint.quantization else {}
-    headers = layout.headers(
-        raw, {h.name for h in raw if h.name.rpartition(".")[0] in storages and h.name[-5:] != ".bias"}
-    )
-    if files is gguf:  # in its blocks rows lie one behind the other, as the layout wants them
-        storages = packed_blocks(headers)
-    _check_not_twice(checkpoint, storages)
-    _check_layers(checkpoint, headers)
+    raw, headers, storages = _read_headers(checkpoint, layout)
     meta = build("meta")
-    shards = stored_shards(meta, storages, None if files is gguf else layout.head_order)
+    shards = stored_shards(meta, storages, None if checkpoint.format == "gguf" else layout.head_order)
     places = find_places(meta, headers, shards)
     if packed:
         planes = ShardPlanes(meta, places, shards, quantiser, dtype, device)
@@ -100,16 +87,47 @@ def load_model(
         model = build(device)
     packed_layers = layers(model, places, shards)
     parts = parts_of(model, places, shards)
-    stored_parts = layout.stored_parts(parts)
-    if files is gguf:
-        whole = {name + ".weight" for name in packed_blocks(raw)}
-        stored = gguf.iter_tensors(checkpoint.path, stored_parts, whole)
-    else:
-        stored = files.iter_tensors(checkpoint.path, stored_parts)
+    stored = _read_tensors(checkpoint, raw, layout.stored_parts(parts))
     copy_weights(model, places, layout.tensors(stored, parts, packed_layers.names), packed_layers)
     packed_layers.finish(checkpoint)
+    return _prepacked(model, kernels)
+
+
+def _prepacked(model: DecoderForCausalLM, kernels: Kernels) -> DecoderForCausalLM:
     prepack_layers(model, kernels)
     return model.eval()
+
+
+def _read_headers(
+    checkpoint: Checkpoint, layout: SourceLayout
+) -> tuple[list[TensorHeader], list[TensorHeader], Mapping[str, Storage]]:
+    """The headers as the files have them, the headers as the model names them, and how quantised matrices are stored.
+
+    They are compared with the configuration, before memory is taken.
+    """
+    assert checkpoint.path is not None
+    of_gguf = checkpoint.format == "gguf"
+    raw = (gguf if of_gguf else safetensors_files).read_headers(checkpoint.path)
+    storages = packed_modules(checkpoint.quantization, raw) if checkpoint.quantization else {}
+    headers = layout.headers(
+        raw, {h.name for h in raw if h.name.rpartition(".")[0] in storages and h.name[-5:] != ".bias"}
+    )
+    if of_gguf:  # in its blocks rows lie one behind the other, as the layout wants them
+        storages = packed_blocks(headers)
+    _check_not_twice(checkpoint, storages)
+    _check_layers(checkpoint, headers)
+    return raw, headers, storages
+
+
+def _read_tensors(
+    checkpoint: Checkpoint, raw: Sequence[TensorHeader], parts: Mapping[str, Part]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the files, by the names that the files have; of `parts` only what they say."""
+    assert checkpoint.path is not None
+    if checkpoint.format == "gguf":
+        whole = {name + ".weight" for name in packed_blocks(raw)}
+        return gguf.iter_tensors(checkpoint.path, parts, whole)
+    return safetensors_files.iter_tensors(checkpoint.path, parts)
 
 
 def _check_not_twice(checkpoint: Checkpoint, storages: Mapping[str, Storage]) -> None:

@@ -38,8 +38,7 @@ def find_places(
         for shard in module.shards
         for parameter in _expected(module, packed.get((module_name, shard)))
     }
-    tied = model.config.tie_word_embeddings
-    if tied:
+    if model.config.tie_word_embeddings:
         missing.discard(("lm_head", "weight", ""))
     places: dict[str, Place] = {}
     of_planes = _places_of_planes(packed)
@@ -65,14 +64,7 @@ def find_places(
             continue
         if module is None or module._parameters.get(parameter) is None or shard not in module.shards:
             raise WeightError(f"unexpected tensor {header.name!r}: this {model.config.architecture} has no such weight")
-        expected = module.source_shape(parameter, shard)
-        if header.shape != expected:
-            raise WeightError(f"tensor {header.name!r} has shape {list(header.shape)}, expected {list(expected)}")
-        if not header.is_float:
-            raise WeightError(
-                f"tensor {header.name!r} has dtype {header.dtype}, expected a floating-point one;"
-                " a quantised checkpoint needs a quantization_config in config.json"
-            )
+        _check_plain(header, module.source_shape(parameter, shard))
         places[header.name] = place
         missing.discard(place)
     if missing:
@@ -97,6 +89,17 @@ def _places_of_planes(packed: Shards) -> dict[str, list[Place]]:
         for plane in stored.planes:
             found.setdefault(f"{stored.name}.{plane}", []).append((module, plane, shard))
     return found
+
+
+def _check_plain(header: TensorHeader, expected: Sequence[int]) -> None:
+    """A WeightError unless the tensor can be a parameter of that shape."""
+    if header.shape != expected:
+        raise WeightError(f"tensor {header.name!r} has shape {list(header.shape)}, expected {list(expected)}")
+    if not header.is_float:
+        raise WeightError(
+            f"tensor {header.name!r} has dtype {header.dtype}, expected a floating-point one;"
+            " a quantised checkpoint needs a quantization_config in config.json"
+        )
 
 
 def _check_plane(header: TensorHeader, name: str, packed: StoredShard) -> None:
