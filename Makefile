@@ -27,6 +27,9 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 GPU_PARALLEL ?= -n 4
 test test-rest test-all: export OMP_NUM_THREADS := 1
 test test-rest test-all: export CUDA_VISIBLE_DEVICES :=
+# Python keeps compiled modules. Where the environment forbids that, each process of a test compiles them anew: to
+# collect the tests took 30 s instead of 12 in each process (AMD Zen 5, Python 3.11).
+test test-rest test-all test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 # Quiet, but for warnings and progress. Modules are compiled when they are first imported.
