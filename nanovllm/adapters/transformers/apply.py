@@ -21,6 +21,7 @@ def apply(
     model: nn.Module,
     ops: str | Iterable[str] | Mapping[str, str | Iterable[str]] | None = None,
     exclude: Iterable[str] = (),
+    cuda_graphs: bool = True,
 ) -> Report:
     """Let a model of transformers compute with the ops of this package.
 
@@ -37,6 +38,7 @@ def apply(
             code, and it is put in only if it is asked for.
         exclude: names of modules, as `model.named_modules()` has them, or of classes. They and what they contain are
             left alone.
+        cuda_graphs: on a GPU, capture decode steps on a static cache as a CUDA graph, after two steps on that cache.
 
     Returns:
         What was replaced and what was left, and why. `report.undo()` takes it back, as does `with apply(model):`.
@@ -60,6 +62,7 @@ def apply(
         replacing = Replacing(model, selection, patches, outcomes, excluded)
         replacing.modules()
         _attention_function(model, replacing, patches, outcomes)
+        replacing.stacks(cuda_graphs)
     except BaseException:
         patches.undo()
         raise

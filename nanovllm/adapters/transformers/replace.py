@@ -17,6 +17,7 @@ from nanovllm.adapters.transformers.attention_layer import (
     recognise_attention,
 )
 from nanovllm.adapters.transformers.decoder_layer import layer_forward, recognise_layer
+from nanovllm.adapters.transformers.find_stack import layer_lists, stack_of
 from nanovllm.adapters.transformers.linear import embedding_forward, is_embedding, linear_forward
 from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forward
 from nanovllm.adapters.transformers.norms import Norms, norm_forward, unsuited_norm
@@ -25,6 +26,7 @@ from nanovllm.adapters.transformers.patches import Patches, foreign_forward
 from nanovllm.adapters.transformers.probe import is_linear, plain_parameter
 from nanovllm.adapters.transformers.report import Outcomes
 from nanovllm.adapters.transformers.selected import Call, Selection
+from nanovllm.adapters.transformers.stack import Stack, install
 
 
 class Replacing:
@@ -38,6 +40,7 @@ class Replacing:
         self._norms, self._mlps, self._angles = Norms(), MLPs(), Angles()
         self._rotary: dict[int, str | None] = {}
         self._attention: list[nn.Module] = []
+        self._parts: dict[nn.Module, Any] = {}  # what was put in: the arguments of its forward
         self.caps_scores = False
 
     def modules(self) -> None:
@@ -72,6 +75,23 @@ class Replacing:
             if is_linear(module) and module not in packed:
                 self._linear(module)
 
+    def stacks(self, captures: bool) -> None:
+        """Let each list of decoder layers that can be one loop be one. The attention functions have been chosen."""
+        for owner, name, layers in layer_lists(self._model, self._parts):
+            made: Stack | str = "a part of its layers is excluded"
+            if not any(m in self._excluded for m in (owner, *(m for layer in layers for m in layer.modules()))):
+                made = stack_of(owner, name, layers, self._parts, self._selection, captures)
+            if isinstance(made, Stack) and any(CALL not in m.__dict__ for m in self._attention):
+                made = "attention_dense is not its attention function"
+            if isinstance(made, str):
+                self._outcomes.left(owner, "attention_decode", made)
+                continue
+            install(owner, made, self._patches)
+            how = "as CUDA graphs" if made.captures else "layer after layer"
+            provider = self._selection.kernels(next(layers[0].parameters()).device).provider("attention_decode")
+            why = f"decode steps on a static cache, all {len(layers)} layers in one loop, {how}"
+            self._outcomes.replaced(owner, "attention_decode", provider.name, why)
+
     def attention_modules(self) -> list[tuple[Any, Call | str]]:
         """The attention modules, and what computes the attention of each, or why it is left alone."""
         return [(m, self._call("attention_dense", next(m.parameters()))) for m in self._attention]
@@ -96,6 +116,7 @@ class Replacing:
             return self._outcomes.left(module, "rms_norm", str(call))
         why = "of x and 1 + weight in float32" if not kind.fuses(module.weight.dtype) else ""
         self._put(module, "rms_norm", call, norm_forward(kind, call, type(module).forward), why)
+        self._parts[module] = kind
 
     def _mlp(self, module: nn.Module, kind: MLPKind) -> None:
         layers = kind.linears(module)
@@ -111,6 +132,7 @@ class Replacing:
             calls = MLPCalls(call, small, counts)
             self._outcomes.replaced(module, small.name, small.provider, "for few tokens" if counts is not None else "")
         self._put(module, op, call, mlp_forward(kind, packed, calls, type(module).forward), "one product for both")
+        self._parts[module] = kind, packed, call
 
     def _rope(self, module: Any, kind: AttentionKind | str) -> None:
         op = "rotary_embedding"
@@ -133,9 +155,11 @@ class Replacing:
             return self._outcomes.left(module, op, call)
         calls = AttentionCalls(call, fused if isinstance(fused, Call) else None, self._angles)
         code = sys.modules[type(module).__module__]
-        forward = attention_forward(code, kind, Packed(layers, self._patches), calls, type(module).forward)
+        packed = Packed(layers, self._patches)
+        forward = attention_forward(code, kind, packed, calls, type(module).forward)
         used = fused if isinstance(fused, Call) else call
         self._put(module, used.name, used, forward, "one product for queries, keys and values")
+        self._parts[module] = kind, packed
 
     def _embedding(self, module: Any) -> None:
         call = foreign_forward(module) or plain_parameter(module.weight) or self._call("embedding", module.weight)
@@ -168,3 +192,4 @@ class Replacing:
         if isinstance(call, str) or norm is None:
             return self._outcomes.left(module, "add_rms_norm", str(call))
         self._put(module, "add_rms_norm", call, layer_forward(kind, norm, call, type(module).forward))
+        self._parts[module] = kind

@@ -12,8 +12,8 @@ from nanovllm.arguments import reject_unknown
 from nanovllm.kernels import Kernels, all_ops, resolve_kernels
 
 OPS = (
-    "rms_norm", "add_rms_norm", "qk_norm_rope", "rotary_embedding", "attention_dense", "linear_silu_and_mul",
-    "silu_and_mul", "gelu_and_mul", "linear", "embedding",
+    "rms_norm", "add_rms_norm", "qk_norm_rope", "rotary_embedding", "attention_dense", "attention_decode",
+    "linear_silu_and_mul", "silu_and_mul", "gelu_and_mul", "linear", "embedding",
 )  # fmt: skip
 """The ops that `apply` puts into a model."""
 
@@ -80,10 +80,7 @@ class Selection:
         """
         if op not in self.wanted:
             return NOT_WANTED
-        kernels = self._kernels.get(device)
-        if kernels is None:
-            priority = {op: providers for op, providers in self.wanted.items() if providers}
-            kernels = self._kernels[device] = resolve_kernels(device, priority=priority)
+        kernels = self.kernels(device)
         provider = kernels.provider(op)
         if provider.name == "native" and not self.explicit:
             return f"on {device.type} its provider is the PyTorch reference, as fast as the model's own code"
@@ -91,6 +88,23 @@ class Selection:
         if all_ops()[op].reuses and provider.name != "native" and not provider.takes_fresh:
             return Call(op, provider.name, lambda *args: fn(*(copied(a) for a in args)))
         return Call(op, provider.name, fn, provider.takes_fresh)
+
+    def kernels(self, device: torch.device) -> Kernels:
+        """The providers of all ops on a device."""
+        kernels = self._kernels.get(device)
+        if kernels is None:
+            priority = {op: providers for op, providers in self.wanted.items() if providers}
+            kernels = self._kernels[device] = resolve_kernels(device, priority=priority)
+        return kernels
+
+    def function(self, op: str, weight: torch.Tensor, tokens: int) -> Callable[..., Any] | None:
+        """The provider's function of an op, if it is faster with this weight and so many tokens than its parts."""
+        kernels = self.kernels(weight.device)
+        provider = kernels.provider(op)
+        counts = provider.num_tokens_fn
+        if provider.name == "native" or (counts is not None and tokens not in counts(weight)):
+            return None
+        return getattr(kernels, op)
 
     def token_counts(self, op: str, weight: torch.Tensor) -> Container[int] | None:
         """For how many tokens a provider is to be called with this weight; None: any number."""

@@ -36,7 +36,7 @@ def counted(op):
     return provider, calls
 
 
-@pytest.mark.parametrize("op", sorted(set(OPS) - {"gelu_and_mul", "rotary_embedding"}))
+@pytest.mark.parametrize("op", sorted(set(OPS) - {"gelu_and_mul", "rotary_embedding", "attention_decode"}))
 def test_every_op_runs(op, model):
     provider, calls = counted(op)
     with registered(op, provider):

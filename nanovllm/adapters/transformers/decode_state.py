@@ -1,0 +1,150 @@
+"""One static cache of transformers as the decode steps of a `Stack` use it: their buffers, the loop, its CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.adapters.transformers.products import Products
+from nanovllm.kernels.ops import PagedKV
+
+if TYPE_CHECKING:
+    from nanovllm.adapters.transformers.stack import Stack
+
+logger = logging.getLogger(__name__)
+Tensor = torch.Tensor
+BLOCK = 64
+"""Tokens of a block of the cache, where its length is a multiple: what the decode kernel for Hopper asks for."""
+EAGER_STEPS = 2
+"""Steps on a cache before they are captured: they compile kernels, and a cache of few steps is not worth a graph."""
+
+
+class DecodeState:
+    """The decode steps of a batch on one cache.
+
+    What a step gets is copied into buffers, and all else stays where it is, so that a CUDA graph can be replayed. The
+    state serves as long as the cache has these tensors.
+
+    Args:
+        layers: of the cache, in the order of the model's layers.
+        padded: whether steps name the slots of each sequence's tokens.
+    """
+
+    def __init__(self, stack: Stack, layers: list[Any], batch: int, padded: bool) -> None:
+        self._stack, self._layers, self.padded = stack, layers, padded
+        self._tensors = [(layer.keys, layer.values) for layer in layers]
+        first = layers[0].keys
+        device, length, head_dim = first.device, first.shape[2], first.shape[3]
+        blocks = length // BLOCK if length % BLOCK == 0 and not padded else length
+        between = first.shape[1] * blocks  # blocks from one sequence to the next
+        self._starts = torch.arange(0, batch * between, between, dtype=torch.int32, device=device)[:, None]
+        self._table = self._starts + torch.arange(blocks, dtype=torch.int32, device=device)
+        self._lens = torch.zeros(batch, dtype=torch.int32, device=device)
+        self._angles = torch.empty(batch, head_dim, dtype=torch.float32, device=device)
+        self._rows = torch.arange(batch, device=device)
+        self._x = torch.empty(batch, stack.hidden_size, dtype=first.dtype, device=device)
+        self._lengths = [layer.cumulative_length for layer in layers]
+        self._places = [x.view(1) for x in self._lengths]
+        self._kv = [
+            PagedKV(_paged(k, blocks), _paged(v, blocks), self._table, self._lens, length) for k, v in self._tensors
+        ]
+        self._products = stack.products(batch, fused=False)
+        self._steps = 0
+        self._graph: Any = None
+        self._out: Tensor | None = None
+
+    @staticmethod
+    def refused(layers: list[Any], x: Tensor, stack: Stack) -> bool:
+        """Whether the layers of a cache have other tensors than the loop reads."""
+        shape = x.shape[0], stack.kind.sizes[1], layers[0].max_cache_len, stack.kind.head_dim
+        return any(
+            not layer.is_initialized or t.shape != shape or t.dtype != x.dtype or t.device != x.device
+            or not t.is_contiguous()
+            for layer in layers
+            for t in (layer.keys, layer.values)
+        )  # fmt: skip
+
+    def current(self, layers: list[Any], batch: int, padded: bool) -> bool:
+        """Whether the cache still has the tensors that this state was made for."""
+        return (
+            padded == self.padded
+            and batch == len(self._rows)
+            and all(
+                layer.keys is k and layer.values is v and layer.cumulative_length is n
+                for layer, (k, v), n in zip(layers, self._tensors, self._lengths)
+            )
+        )
+
+    def step(self, x: Tensor, visible: Tensor, tokens: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """The residual stream after the last layer. The new keys and values are stored, and the cache is advanced.
+
+        Args:
+            x: [batch, 1, hidden size]; cos, sin: [batch or 1, 1, head_dim].
+            visible: [batch, 1] int32; tokens: [batch, length] int32; as of `attention_dense`.
+        """
+        half = self._angles.shape[1] // 2
+        self._lens.copy_(visible[:, 0])
+        self._angles[:, :half].copy_(cos[:, 0, :half])
+        self._angles[:, half:].copy_(sin[:, 0, :half])
+        if tokens is not None:
+            torch.add(tokens, self._starts, out=self._table)
+        self._x.copy_(x[:, 0])
+        self._steps += 1
+        if self._graph is None and self._steps > EAGER_STEPS and self._stack.captures:
+            self._capture()
+        if self._graph is None:
+            return self._advance(self._products)[:, None]
+        self._graph.replay()
+        assert self._out is not None
+        return self._out[:, None].clone()
+
+    def _capture(self) -> None:
+        products = self._stack.products(len(self._rows), fused=True)
+
+        def advance() -> None:
+            self._out = self._advance(products)
+
+        # Keys and values of the first run are stored again by the replay: the cache is not advanced yet.
+        try:
+            self._graph = self._stack.capture(lambda: self._through_layers(products), advance)
+        except RuntimeError as error:
+            self._stack.captures = False
+            logger.warning("decode steps are not captured as a CUDA graph: %s", error)
+
+    def _advance(self, products: Products) -> Tensor:
+        out = self._through_layers(products)
+        torch._foreach_add_(self._lengths, 1)
+        return out
+
+    def _through_layers(self, products: Products) -> Tensor:
+        stack, kind = self._stack, self._stack.kind
+        batch, head_dim = self._angles.shape
+        rotate, attend = stack.rotate, stack.attend
+        weights = stack.weights
+        # Some kernels write their results to their arguments, so the first residual is a copy.
+        residual = self._x.clone()
+        y = stack.norm(residual, *weights[0].first)
+        for w, kv, place, (keys, values) in zip(weights, self._kv, self._places, self._tensors):
+            qkv = products.linear(y, *w.qkv)
+            q, k, v = qkv.view(batch, -1, head_dim).split(kind.sizes, 1)
+            q, k = rotate(self._rows, q, k, *w.heads, self._angles)
+            keys.index_copy_(2, place, k.unsqueeze(2))
+            values.index_copy_(2, place, v.unsqueeze(2))
+            y = attend(q, kv, stack.scale, None, stack.soft_cap).view(batch, -1)
+            y, residual = products.add_norm(y, *w.out, residual, *w.second)
+            y = products.gated(y, *w.gate_up)
+            if w.next is not None:
+                y, residual = products.add_norm(y, *w.down, residual, *w.next)
+        return residual + products.linear(y, *weights[-1].down)
+
+
+def _paged(x: Tensor, blocks: int) -> Tensor:
+    """[batch, heads, length, head_dim] as blocks, of which each sequence has `blocks`, and then those of other heads:
+    [num_blocks, block_size, heads, head_dim], in place.
+    """
+    batch, heads, length, head_dim = x.shape
+    size = length // blocks
+    count = (batch - 1) * heads * blocks + blocks
+    return x.as_strided((count, size, heads, head_dim), (size * head_dim, head_dim, length * head_dim, 1))

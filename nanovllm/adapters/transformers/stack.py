@@ -1,0 +1,266 @@
+"""The decoder layers of a model as one loop, for decode steps on a static cache.
+
+The forward of the first layer runs the loop over all layers, and those of the others return what they get. So the
+model's own forward still makes masks, angles and results, and hooks on a layer switch the loop off.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from nanovllm.adapters.transformers.attention_layer import AttentionKind
+from nanovllm.adapters.transformers.decode_state import DecodeState
+from nanovllm.adapters.transformers.patches import Patches, forward_slot
+from nanovllm.adapters.transformers.products import Linear, Products, by_kernels, by_the_library
+from nanovllm.adapters.transformers.selected import Selection
+
+Tensor = torch.Tensor
+STACK = "_nanovllm_stack"
+"""Of the module that has the layers, and of each layer: their `Stack`."""
+_KNOWN = (
+    "attention_mask",
+    "position_embeddings",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "cache",
+    "past_key_values",
+)
+
+
+class LayerWeights(NamedTuple):
+    """What the loop reads of one layer.
+
+    Attributes:
+        first, second, next: weight and eps of its norms, and of the next layer's first; None in the last layer.
+        heads: weights and eps of the norms of query and key heads, or nothing.
+    """
+
+    first: tuple[Tensor, float]
+    qkv: Linear
+    heads: tuple[Any, ...]
+    out: Linear
+    second: tuple[Tensor, float]
+    gate_up: Linear
+    down: Linear
+    next: tuple[Tensor, float] | None
+
+
+class StackOps(NamedTuple):
+    """The functions of the providers. They may write their results to their arguments."""
+
+    norm: Callable[..., Tensor]
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+    attend: Callable[..., Tensor]
+    activate: Callable[[Tensor], Tensor]
+
+
+class Stack:
+    """All decoder layers of a model.
+
+    Args:
+        config: the model's, which may be told to run fewer layers.
+        layers: the modules, in order.
+        slots: where the layers' caches are, in order (`layer_idx`).
+        captures: whether steps are captured as CUDA graphs.
+
+    Attributes:
+        run: the forward that is under way in this thread; None: the loop is not to be used.
+    """
+
+    def __init__(
+        self, config: Any, layers: list[nn.Module], slots: list[int], kind: AttentionKind,
+        weights: list[LayerWeights], ops: StackOps, selection: Selection, silu: bool, captures: bool,
+    ) -> None:  # fmt: skip
+        self.kind, self.weights, self.ops = kind, weights, ops
+        self.norm, self.add_norm, self.rotate, self.attend, self.activate = ops
+        self.hidden_size = weights[0].first[0].shape[0]
+        constants = kind.constants
+        self.scale: float = constants.get("scaling", kind.head_dim**-0.5)
+        self.soft_cap = constants.get("softcap")
+        self.captures = captures and weights[0].first[0].is_cuda
+        self._config, self._layers, self._slots = config, layers, slots
+        self._selection, self._silu = selection, silu
+        self._states: weakref.WeakKeyDictionary[Any, DecodeState] = weakref.WeakKeyDictionary()
+        self._stream: torch.cuda.Stream | None = None
+        self._local = threading.local()
+
+    def remember(self) -> None:
+        """What the modules are now is what the loop stands for."""
+        parts = [module for layer in self._layers for module in layer.modules()]
+        self._children = [(m._modules, name, child) for m in parts for name, child in m._modules.items()]
+        self._hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in parts]
+        self._forwards = [(m.__dict__, forward_slot(m), m.__dict__.get(forward_slot(m))) for m in parts]
+        self._parameters = [
+            (m._parameters, name, p, p.data_ptr()) for m in parts for name, p in m._parameters.items() if p is not None
+        ]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of the model has other weights: it runs without the loop."""
+        return None
+
+    @property
+    def run(self) -> _Forward | None:
+        return getattr(self._local, "run", None)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within the block a forward of the model is under way."""
+        before, self._local.run = self.run, _Forward(self)
+        try:
+            yield
+        finally:
+            self._local.run = before
+
+    def products(self, batch: int, fused: bool) -> Products:
+        takes = by_kernels(self._selection, batch, self._silu) if fused else by_the_library
+        return Products(self.add_norm, self.activate, takes)
+
+    def step(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
+        """The residual stream behind the last layer; None: the loop does not take this call.
+
+        Args:
+            given: the arguments of the first layer.
+        """
+        cache, plan, angles = given.get(self.kind.cache), given.get("attention_mask"), given.get("position_embeddings")
+        if (
+            x.shape[1] != 1
+            or cache is None
+            or plan is None
+            or angles is None
+            or x.dtype != self.weights[0].qkv[0].dtype
+        ):
+            return None
+        if plan.dtype != torch.int32 or plan.shape[0] != x.shape[0] or torch.is_autocast_enabled(x.device.type):
+            return None
+        if any(v is not None and v is not False for name, v in given.items() if name not in _KNOWN):
+            return None
+        layers = self._cache_layers(cache, plan.shape[3])
+        if layers is None or self._config.num_hidden_layers != len(layers) or not self._unchanged():
+            return None
+        batch, padded = x.shape[0], plan.shape[3] > 1
+        state = self._states.get(cache)
+        if state is None or not state.current(layers, batch, padded):
+            if DecodeState.refused(layers, x, self):
+                return None
+            state = self._states[cache] = DecodeState(self, layers, batch, padded)
+        return state.step(x, plan[:, 0, 0, :1], plan[:, 0, 0, 1:] if padded else None, *angles)
+
+    def _cache_layers(self, cache: Any, width: int) -> list[Any] | None:
+        """The layers of a static cache; None: it is another one."""
+        from transformers.cache_utils import StaticLayer
+
+        of_cache = getattr(cache, "layers", ())
+        if getattr(cache, "offloading", False) or len(of_cache) <= max(self._slots):
+            return None
+        layers = [of_cache[slot] for slot in self._slots]
+        if any(type(layer) is not StaticLayer for layer in layers):
+            return None
+        return layers if width in (1, 1 + layers[0].max_cache_len) else None
+
+    def _unchanged(self) -> bool:
+        """Whether modules, forwards and weights are those that the loop stands for, and no hook wants to be called."""
+        for of, name, child in self._children:  # loops, since they run in every step
+            if of[name] is not child:
+                return False
+        for after, before in self._hooks:
+            if after or before:
+                return False
+        for of, name, forward in self._forwards:
+            if of.get(name) is not forward:
+                return False
+        for held, name, parameter, address in self._parameters:
+            if held[name] is not parameter or parameter.data_ptr() != address:
+                return False
+        return not torch.nn.modules.module._has_any_global_hook()
+
+    def capture(self, warm_up: Callable[[], Any], fn: Callable[[], None]) -> Any:
+        """What `fn` launches as a CUDA graph. `warm_up` runs before it, on the stream of the capture.
+
+        Raises:
+            RuntimeError: it cannot be captured.
+        """
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.weights[0].first[0].device)
+        stream, before = self._stream, torch.cuda.current_stream(self._stream.device)
+        stream.wait_stream(before)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            warm_up()
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate meanwhile
+            try:
+                fn()
+            finally:
+                graph.capture_end()
+        before.wait_stream(stream)
+        return graph
+
+
+class _Forward:
+    """One forward of the model, of which a layer asks whether the loop has done its work."""
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self._result: Tensor | None = None
+
+    def __call__(self, layer: nn.Module, x: Tensor, given: dict[str, Any]) -> Tensor | None:
+        """What the layer is to return; None: it computes it itself."""
+        if self._result is None:
+            if layer is not self._stack._layers[0]:
+                return None
+            self._result = self._stack.step(x, given)
+            return self._result
+        if x is not self._result:
+            raise RuntimeError(
+                f"{type(layer).__name__} got something else than the result of the layer before it, which nanovllm has "
+                'computed already; apply(model, exclude=["' + type(layer).__name__ + '"])'
+            )
+        return x
+
+
+def install(owner: nn.Module, stack: Stack, patches: Patches) -> None:
+    """Let a model run its layers by a stack, where the stack takes the call."""
+    for module in (owner, *stack._layers):
+        patches.set_attribute(module, STACK, stack)
+        own = module.__dict__.get(forward_slot(module))
+        own = type(module).forward if own is None else own.__func__
+        patches.set_forward(module, _owner_forward(own) if module is owner else _layer_forward(own))
+    stack.remember()
+
+
+def _owner_forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or module.training or torch.is_grad_enabled():
+            return own(module, *args, **kwargs)
+        stack = module.__dict__.get(STACK)
+        if stack is None:
+            return own(module, *args, **kwargs)
+        with stack.running():
+            return own(module, *args, **kwargs)
+
+    return forward
+
+
+def _layer_forward(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and len(args) == 1:
+            stack = module.__dict__.get(STACK)
+            run = None if stack is None else stack.run
+            if run is not None:
+                result = run(module, args[0], kwargs)
+                if result is not None:
+                    return result
+        return own(module, *args, **kwargs)
+
+    return forward
