@@ -1,38 +1,47 @@
 """What the ops give in transformers: `generate` with a static cache, and prefill, before and after `apply`.
 
-    python -m benchmarks.adapters_transformers                     # Qwen3-0.6B and 8B, random weights, on a GPU
+    python -m benchmarks.adapters_transformers --budget 200              # Qwen3-0.6B and 8B, random weights, on a GPU
+    python -m benchmarks.adapters_transformers --compiled only --budget 200             # the same by torch.compile
     python -m benchmarks.adapters_transformers --models qwen3-0.6b --batches 32 --sides plain,nanovllm --no-parts
 
-Each row is timed with the sides in turn, `--rounds` times, and shows the best round of each side; single ops and
-compiled code are timed once. Sides: `plain` is
-transformers; `nanovllm` is after `apply`; `liger` is Liger-Kernel, where it is installed. With `--compile`, `generate`
-compiles the decode step as it does with a static cache, and prefill is compiled by torch.compile. `--parts` times one
-op at a time, without torch.compile. The share of a decode step is that of the time in which the GPU could read the
-weights once; that of prefill, of the time for the products of the weights at the GPU's measured rate.
+Sides: `plain` is transformers; `nanovllm` is after `apply`, and `loop` the same without CUDA graphs; `liger` is
+Liger-Kernel and `kernels` the package kernels with our layers, where they are installed. The sides take turns for
+`--rounds` rounds, and a row shows the best round of each; single ops (`--parts`) and compiled code are timed once. Code
+is compiled as transformers does it: the decode step in `generate` with a static cache, prefill by torch.compile. To
+compile takes minutes, so those models have `--compiled-layers` layers. What would start after `--budget` seconds is
+left out, and named.
+
+The share of a decode step is that of the time in which the GPU could read the weights once; that of prefill, of the
+time for the products of the weights at the GPU's measured rate. The difference is of logits after a padded prompt and
+after five decode steps.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanovllm.adapters.transformers import OPS, apply
+from nanovllm.adapters.transformers import OPS, apply, kernel_mapping
 
 # Few layers and a small vocabulary, to try the script on a CPU.
 TINY: dict[str, Any] = dict(
     architectures=["Qwen3ForCausalLM"], vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, dtype="float32",
 )  # fmt: skip
+LASTING = {"liger": "liger_kernel", "kernels": "kernels"}
+"""Sides that cannot be taken back, and the packages that they are."""
+PARTS = [f"only {op}" for op in OPS if op not in ("gelu_and_mul", "attention_decode")]  # the latter is the side `loop`
 
 
 @dataclass
@@ -53,6 +62,7 @@ class Row:
     speedup: float
     share: float | None
     difference: float
+    logits: torch.Tensor | None = None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,11 +70,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--models", default="qwen3-0.6b,qwen3-8b", help="presets, or tiny")
     p.add_argument("--batches", default="1,32")
     p.add_argument("--prompt-len", type=int, default=128)
-    p.add_argument("--output-len", type=int, default=64)
+    p.add_argument("--output-len", type=int, default=32)
     p.add_argument("--prefill", default="4x2048", help="batch x tokens; empty: none")
-    p.add_argument("--sides", default="plain,nanovllm,liger")
-    p.add_argument("--rounds", type=int, default=3)
-    p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="also with torch.compile")
+    p.add_argument("--sides", default="plain,nanovllm,loop,liger,kernels")
+    p.add_argument("--rounds", type=int, default=2)
+    p.add_argument("--compiled", choices=["no", "only", "also"], default="no", help="with torch.compile")
+    p.add_argument("--compiled-layers", type=int, default=4, help="layers of compiled models; 0: all")
+    p.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing new is started")
     p.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="also one op at a time")
     p.add_argument("--ops", default="", help="ops=provider,..., instead of the usual ones, for the side nanovllm")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -72,14 +84,15 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def made(name: str, device: str) -> Any:
-    """A model of random weights; the same for the same name."""
+def made(name: str, device: str, layers: int = 0) -> Any:
+    """A model of random weights; the same for the same name. layers: 0: all."""
     import transformers
 
     from nanovllm.models.model_presets import preset
 
     config = dict(TINY) if name == "tiny" else preset(name)
     dtype = getattr(torch, config.pop("dtype"))
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     kind = config.pop("architectures")[0].removesuffix("ForCausalLM")
     config |= {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
     torch.manual_seed(0)
@@ -92,9 +105,9 @@ def made(name: str, device: str) -> Any:
 
 @contextmanager
 def side_of(model: Any, side: str, ops: dict[str, str] | None) -> Iterator[None]:
-    """The model as a side has it. Liger-Kernel's changes stay: it comes last."""
-    if side == "nanovllm":
-        with apply(model, ops=ops):
+    """The model as a side has it. The changes of those in `LASTING` stay."""
+    if side in ("nanovllm", "loop"):
+        with apply(model, ops=ops, cuda_graphs=side == "nanovllm"):
             yield
     elif side.startswith("only "):
         op = side.removeprefix("only ")
@@ -104,11 +117,25 @@ def side_of(model: Any, side: str, ops: dict[str, str] | None) -> Iterator[None]
         with apply(model, ops={op: given} | ({around: "native"} if around else {})):
             yield
     else:
-        if side == "liger":
+        if side == "liger" and "forward" not in model.__dict__:
             from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
             _apply_liger_kernel_to_instance(model=model)
+        elif side == "kernels" and not any("forward" in m.__dict__ for m in model.modules()):
+            from kernels import Mode, kernelize, use_kernel_mapping
+
+            with use_kernel_mapping(kernel_mapping(), inherit_mapping=False):
+                kernelize(model, device=model.device.type, mode=Mode.INFERENCE | Mode.TORCH_COMPILE)
         yield
+
+
+def available(side: str) -> bool:
+    """Whether a side can be measured here."""
+    from transformers.utils import is_kernels_available
+
+    if side == "kernels":
+        return is_kernels_available()
+    return side not in LASTING or find_spec(LASTING[side]) is not None
 
 
 def forget(model: Any) -> None:
@@ -192,42 +219,96 @@ def limit(model: Any, work: Any, device: str) -> float | None:
 
 @torch.no_grad()
 def sample_logits(model: Any, device: str) -> torch.Tensor:
-    """The logits of a short padded prompt, by which sides are compared."""
-    ids = torch.arange(3, 43, device=device).view(2, 20)
+    """The logits of a short padded prompt and of decode steps after it, by which sides are compared."""
+    from transformers import StaticCache
+
+    ids = torch.arange(3, 53, device=device).view(2, 25)
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
-    return model(ids, attention_mask=mask).logits[:, -1].float()
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    name = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+    logits = []
+    for start, end in ((0, 20), *((t, t + 1) for t in range(20, 25))):
+        out = model(ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **{name: cache})
+        logits.append(out.logits[:, -1].float())
+    return torch.stack(logits)
 
 
-def measured(
-    name: str, make: Callable[[Any], Any], sides: list[str], compiled: bool, args: argparse.Namespace
-) -> list[Row]:
-    """One row for each side, the sides in turn. The first side is what the others are compared with."""
-    ops = dict(entry.split("=") for entry in args.ops.split(",") if entry) or None
-    model = made(name, args.device)
-    plain, best, differences, label, least = None, {}, {}, "", None
-    rounds = 1 if compiled else args.rounds  # to compile takes minutes, and steps of one graph differ little
-    for turn in range(rounds):
-        for side in (s for s in sides if not turn or not s.startswith("only ")):
-            with side_of(model, side, ops):
-                logits = sample_logits(model, args.device)
-                plain = logits if plain is None else plain
-                differences[side] = float((logits - plain).abs().max() / plain.abs().max())
-                work = make(model)
-                if compiled:
-                    forget(model)
-                work.prepare()
-                seconds = work.seconds()
+class Measuring:
+    """The rows of all models and works, as far as the time goes."""
+
+    def __init__(self, args: argparse.Namespace, sides: list[str]) -> None:
+        self._args, self._sides = args, sides
+        self._ops = dict(entry.split("=") for entry in args.ops.split(",") if entry) or None
+        self._end = time.perf_counter() + args.budget
+        self._first: dict[tuple[str, str, bool], Row] = {}
+        self.rows: list[Row] = []
+
+    def all(self, compiled: list[bool]) -> None:
+        """Liger-Kernel changes the module of the model's class, so it comes last."""
+        passing = [side for side in self._sides if side not in LASTING]
+        phases = [(passing, c) for c in compiled] + [(PARTS, False)] * (self._args.parts and False in compiled)
+        phases += [([side], c) for side in ("kernels", "liger") if side in self._sides for c in compiled]
+        for sides, c in phases:
+            for name in self._args.models.split(","):
+                self._model(name, sides, c)
+
+    def _model(self, name: str, sides: list[str], compiled: bool) -> None:
+        layers = self._args.compiled_layers if compiled else 0
+        label = f"{name}, {layers} layers" if layers else name
+        if self._is_over(f"{label}: {', '.join(sides)}"):
+            return
+        model = made(name, self._args.device, layers)
+        for make in self._works(compiled)[1 if sides is PARTS else 0 :]:
+            try:
+                self._work(model, label, make, sides, compiled)
+            except Exception as error:  # code of others, for another version of transformers
+                if sides[0] not in LASTING:
+                    raise
+                print(f"left out: {label}: {sides[0]}; {type(error).__name__}: {str(error):.200}", file=sys.stderr)
+
+    def _works(self, compiled: bool) -> list[Callable[[Any], Any]]:
+        args = self._args
+        works: list[Callable[[Any], Any]] = [
+            lambda model, b=int(batch): Generating(model, b, args, compiled) for batch in args.batches.split(",")
+        ]
+        if args.prefill:
+            shape = [int(n) for n in args.prefill.split("x")]
+            works.append(lambda model: Prefilling(model, *shape, args, compiled))
+        return works
+
+    def _work(self, model: Any, name: str, make: Callable[[Any], Any], sides: list[str], compiled: bool) -> None:
+        """Rows of one work. The first of a work is what the others are compared with."""
+        best: dict[str, float] = {}
+        differences: dict[str, torch.Tensor] = {}
+        work = make(model)
+        for turn in range(1 if compiled or sides is PARTS else self._args.rounds):
+            for side in sides:
+                if self._is_over(f"{name}, {work.name}, {side}" if side not in best else ""):
+                    continue
+                with side_of(model, side, self._ops):
+                    if not turn:
+                        differences[side] = sample_logits(model, self._args.device)
+                    if compiled:
+                        forget(model)
+                    work.prepare()
+                    seconds = work.seconds()
                 best[side] = min(best.get(side, seconds), seconds)
-                label, least = work.name, limit(model, work, args.device)
-        if "liger" in sides and turn + 1 < rounds:
-            del model
-            model = made(name, args.device)
-    first = best[sides[0]]
-    return [
-        Row(name, label, compiled, s, t, first / t, None if least is None else least / t, differences[s])
-        for s, t in best.items()
-    ]  # fmt: skip
+        least = limit(model, work, self._args.device)
+        for side, seconds in best.items():
+            row = Row(name, work.name, compiled, side, seconds, 1.0, None if least is None else least / seconds, 0.0)
+            row.logits = differences[side]
+            base = self._first.setdefault((name, work.name, compiled), row)
+            row.speedup = base.seconds / seconds
+            row.difference = float((row.logits - base.logits).abs().max() / base.logits.abs().max())
+            show(row)
+            self.rows.append(row)
+
+    def _is_over(self, what: str) -> bool:
+        over = time.perf_counter() > self._end
+        if over and what:
+            print(f"the time is used up; left out: {what}", file=sys.stderr)
+        return over
 
 
 def show(row: Row) -> None:
@@ -244,33 +325,18 @@ def main(argv: list[str] | None = None) -> int:
     import transformers
 
     sides = [side for side in args.sides.split(",") if side]
-    if "liger" in sides and find_spec("liger_kernel") is None:
-        sides.remove("liger")
-        print("liger_kernel is not installed: that side is left out", file=sys.stderr)
+    for side in [side for side in sides if not available(side)]:
+        sides.remove(side)
+        print(f"left out: {side}; transformers finds no {LASTING[side]} of the version that it takes", file=sys.stderr)
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     print(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}\n")
     print("| model | work | compiled | side | time | speedup | of the limit | difference |")
     print("|---|---|---|---|---|---|---|---|")
-    rows: list[Row] = []
-    parts = [f"only {op}" for op in OPS if op != "gelu_and_mul"]
-    for name in args.models.split(","):
-        for compiled in (False, True) if args.compile else (False,):
-            makers: list[Callable[[Any], Any]] = [
-                lambda model, b=int(batch), c=compiled: Generating(model, b, args, c)
-                for batch in args.batches.split(",")
-            ]
-            if args.prefill:
-                shape = [int(n) for n in args.prefill.split("x")]
-                makers.append(lambda model, s=shape, c=compiled: Prefilling(model, *s, args, c))
-            for make in makers:
-                given = [*sides, *(parts if args.parts and not compiled else ())]
-                # Liger's changes stay in a model.
-                given.sort(key=lambda side: side == "liger")
-                for row in measured(name, make, given, compiled, args):
-                    show(row)
-                    rows.append(row)
+    measuring = Measuring(args, sides)
+    measuring.all({"no": [False], "only": [True], "also": [False, True]}[args.compiled])
     if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        rows = [{k: v for k, v in vars(row).items() if k != "logits"} for row in measuring.rows]
+        args.json.write_text(json.dumps(rows, indent=1))
     return 0
 
 

@@ -13,7 +13,7 @@ def test_rows(tmp_path, capsys):
     file = tmp_path / "rows.json"
     arguments = [
         "--models", "tiny", "--batches", "2", "--prompt-len", "5", "--output-len", "3", "--prefill", "2x6",
-        "--rounds", "1", "--no-compile", "--no-parts", "--device", "cpu", "--sides", "plain,nanovllm",
+        "--rounds", "1", "--compiled", "no", "--no-parts", "--device", "cpu", "--sides", "plain,nanovllm",
         "--ops", "rms_norm=native", "--json", str(file),
     ]  # fmt: skip
     assert main(arguments) == 0
@@ -30,3 +30,10 @@ def test_a_side_is_taken_back():
     with side_of(model, "only qk_norm_rope", None):
         assert "forward" in model.model.layers[0].self_attn.__dict__
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_what_there_is_no_time_for_is_named(capsys):
+    arguments = ["--models", "tiny", "--batches", "2", "--device", "cpu", "--sides", "plain", "--budget", "0"]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert "left out: tiny: plain" in err and "left out: tiny: only rms_norm" in err and "| tiny |" not in out
