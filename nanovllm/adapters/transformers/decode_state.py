@@ -97,6 +97,7 @@ class DecodeState:
         if self._graph is None:
             return self._advance(self._products)[:, None]
         self._graph.replay()
+        self._stack.num_replays += 1
         assert self._out is not None
         return self._out[:, None].clone()
 

@@ -75,6 +75,7 @@ class Stack:
 
     Attributes:
         run: the forward that is under way in this thread; None: the loop is not to be used.
+        num_replays: decode steps so far that were replays of a graph.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Stack:
         self.captures = captures and weights[0].first[0].is_cuda
         self._config, self._layers, self._slots = config, layers, slots
         self._selection, self._silu = selection, silu
+        self.num_replays = 0
         self._states: weakref.WeakKeyDictionary[Any, DecodeState] = weakref.WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
         self._local = threading.local()

@@ -245,3 +245,33 @@ def test_an_excluded_layer_is_in_no_loop():
     with apply(model, ops=OPS, exclude=["model.layers.1.mlp.down_proj"]) as report:
         (row,) = (row for row in report.left if row.op == "attention_decode")
     assert "excluded" in row.why
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ["Qwen3", "Llama"])
+def test_graphs_on_a_gpu(architecture, dtype, padding):
+    """Two texts, so that two caches are captured; the usual providers, then the loop alone, beside the model's own."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    model = tiny(architecture, dtype, **sizes).requires_grad_(False).to("cuda")
+    given = {name: x.cuda() for name, x in prompts(padding).items()}
+    others = given | {"input_ids": given["input_ids"].flip(0) * given["attention_mask"]}
+    expected = [generate(model, one) for one in (given, others)]
+    replays = []
+    for cuda_graphs in (True, False):
+        with apply(model, cuda_graphs=cuda_graphs) as report:
+            (row,) = (row for row in report.replaced if row.op == "attention_decode")
+            assert ("CUDA graph" in row.why) == cuda_graphs
+            got = [generate(model, one) for one in (given, others)]
+            replays.append(model.model.__dict__[STACK].num_replays)
+        for (got_tokens, logits), (tokens, wanted) in zip(got, expected):
+            if dtype == torch.float32:
+                torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-3 * float(wanted.abs().max()))
+            else:  # a token may differ where logits are close, so rows are compared until the first that does
+                same_so_far = (got_tokens == tokens)[:, -STEPS - 1 :].long().cumprod(1).bool().T
+                same_so_far = torch.cat((torch.ones_like(same_so_far[:1]), same_so_far[:-1]))
+                assert same_so_far[3].any()  # the fourth logits are of a replay
+                error = (logits - wanted)[same_so_far].abs().max()
+                assert error < 0.06 * float(wanted.abs().max())
+    assert replays == [2 * (STEPS - 2), 0]
