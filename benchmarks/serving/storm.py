@@ -34,9 +34,17 @@ REFUSED = (b"{", b'{"prompt": 5}', b'{"prompt": "x", "temperature": -1}', b'{"pr
 
 
 class Storm:
-    def __init__(self, port: int, exact: bool) -> None:
+    """What clients have seen.
+
+    Args:
+        exact: answers of a prompt and seed must be equal.
+        pause: mean seconds, at random, between a client's requests.
+    """
+
+    def __init__(self, port: int, exact: bool, pause: float = 0.0) -> None:
         self.port = port
         self.exact = exact
+        self.pause = pause
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
         self.answers: dict[int, str] = {}
@@ -54,6 +62,8 @@ class Storm:
             try:
                 await asyncio.wait_for(self.once(kind, rng), 300)
                 self.counts[kind] += 1
+                if self.pause:
+                    await asyncio.sleep(min(rng.expovariate(1 / self.pause), end - time.monotonic()))
             except (ConnectionError, asyncio.IncompleteReadError, OSError) as error:
                 self.counts[f"{kind}: {type(error).__name__}"] += 1
                 await asyncio.sleep(1)
@@ -118,7 +128,7 @@ def metric(port: int, name: str) -> float:
 
 @dataclass(frozen=True)
 class Memory:
-    """MiB at one time: of the front end, of the engine's process, and in use on the GPU; None: there is no such."""
+    """MiB at one time: of the API processes, of the engine's process, and in use on the GPU; None: there is no such."""
 
     front: float
     engine: float | None
@@ -126,9 +136,10 @@ class Memory:
 
 
 def memory_of(pid: int) -> Memory:
-    """Of a server's process `pid`, its first child, and the whole GPU."""
-    engines = children(pid)
-    return Memory(memory_mib(pid), memory_mib(engines[0]) if engines else None, gpu_memory_mib())
+    """Of a server's process `pid` with the further API processes, its first child, and the whole GPU."""
+    engines, others = children(pid)[:1], children(pid)[1:]
+    front = sum(map(memory_mib, [pid, *others]))
+    return Memory(front, memory_mib(engines[0]) if engines else None, gpu_memory_mib())
 
 
 def gpu_memory_mib() -> float | None:
@@ -182,6 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--pause", type=float, default=0, help="mean seconds between two requests of a client")
     parser.add_argument("--kill-engine", type=float, default=0, help="seconds between two kills of the engine")
     parser.add_argument("--serve-args", default="", help="further arguments of `nanovllm serve`")
     parser.add_argument("--start-limit", type=float, default=600, help="seconds in which the server must be ready")
@@ -195,7 +207,7 @@ def main() -> int:
         server = ServerProcess("the server", command, os.environ, Path(folder) / "log")
         try:
             print(f"ready after {server.wait(args.start_limit):.1f} s", flush=True)
-            storm = Storm(server.port, args.exact)
+            storm = Storm(server.port, args.exact, args.pause)
             asyncio.run(attack(storm, server.pid, 60 * args.minutes, args.clients, args.kill_engine))
             server.check()
         finally:

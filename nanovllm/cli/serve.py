@@ -19,6 +19,9 @@ from nanovllm.cli.serve_options import (
 )
 
 if TYPE_CHECKING:
+    from socket import socket
+
+    from nanovllm.async_llm import AsyncLLM
     from nanovllm.config import EngineConfig
     from nanovllm.serve.options import ServeOptions
     from nanovllm.serve.server import Listener
@@ -40,6 +43,10 @@ def serve(
     """
     if ray.replicas is not None and (process.in_process or access.ssl_certfile is not None):
         raise ValueError("--replicas goes with neither --in-process nor --ssl-certfile; put a TLS proxy before it")
+    if process.api_servers > 1 and ray.replicas is not None:
+        raise ValueError(f"--api-servers {process.api_servers} is of one server; leave out --replicas")
+    if process.api_servers > 1 and limits.max_per_key is not None:
+        raise ValueError("--max-per-key counts in one process; leave it out, or --api-servers")
     path, names = model.located()
     config = engine.config(path)
     try:
@@ -73,34 +80,52 @@ def _run(
     config: EngineConfig, options: ServeOptions, listener: Listener, process: ProcessOptions, reports: ReportOptions
 ) -> None:
     from nanovllm.async_llm import AsyncLLM
+    from nanovllm.serve.api_servers import ApiProcessConfig, ApiServers
     from nanovllm.serve.log_setup import logging_thread
     from nanovllm.serve.process_client import ProcessClient
-    from nanovllm.serve.server import serve as run_server
+    from nanovllm.serve.server import Server, run
     from nanovllm.serve.tracing import Tracing
 
     endpoint = reports.otlp_endpoint
     tracing = None if endpoint is None else Tracing(endpoint, options.model_names[0])
     level = getattr(logging, reports.log_level.upper())
+    always, count = process.restart == "always", process.api_servers
+    options = options.share(count)
     with logging_thread(level, reports.log_json, reports.access_log):
-        sock = listener.open()  # before the model is loaded, which takes longer
+        sock, *others = listener.open_several(count)  # before the model is loaded, which takes longer
         client: Any
+        siblings = None
         if process.in_process:
             from nanovllm.engine.engine_client import ThreadClient
 
             client = ThreadClient(config)
         else:
-            client = ProcessClient(config, process.restart == "always", level)
+            client = ProcessClient(config, always, level, shared=count > 1)
         engine = AsyncLLM(client=client)
+        if others:
+            given = ApiProcessConfig(
+                options, listener.host, listener.tls, client.path, level, reports.log_json, reports.access_log, endpoint
+            )
+            try:
+                siblings = ApiServers(given, others, always)
+            except BaseException:
+                engine.close()
+                raise
         if not listener.is_local and not options.api_keys:
             logging.getLogger("nanovllm.serve").warning(
                 "the server listens at %s without a key: every client that reaches it may use it; pass --api-key",
                 listener.host,
             )
-        scheme = "https" if listener.tls else "http"
-        host, port = sock.getsockname()[:2]
-        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        print(f"{options.model_names[0]} on {engine.info.device}, at {address} (Ctrl-C ends it)", file=sys.stderr)
-        run_server(engine, options, listener, sock, tracing)
+        print(f"{_said(options, engine, listener, sock)} (Ctrl-C ends it)", file=sys.stderr)
+        run(Server(engine, options, listener, siblings), sock, tracing)
+
+
+def _said(options: ServeOptions, engine: AsyncLLM, listener: Listener, sock: socket) -> str:
+    """What is served, and where."""
+    host, port = sock.getsockname()[:2]
+    scheme = "https" if listener.tls else "http"
+    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{options.model_names[0]} on {engine.info.device}, at {address}"
 
 
 def _run_replicas(config: EngineConfig, options: ServeOptions, listener: Listener, cluster: RayOptions) -> None:

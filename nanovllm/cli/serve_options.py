@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from nanovllm.serve.ray_options import ReplicaOptions
 
 
+_MOST_API_SERVERS = 64
+
+
 def _option(text: str, **others: Any) -> Any:
     return typer.Option(help=text, **others)
 
@@ -80,12 +83,21 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class ProcessOptions:
-    """The process of the engine."""
+    """The processes of the server."""
 
     in_process: Annotated[bool, _option("Run the engine in a thread of the server's process.")] = False
-    restart: Annotated[str, _option("always or never: whether a dead engine is started again.")] = "always"
+    restart: Annotated[str, _option("always or never: whether a dead engine or API process is started again.")] = (
+        "always"
+    )
+    api_servers: Annotated[
+        int, _option("Processes that hold connections and tokenize; each has an equal share of the limits.")
+    ] = 1
 
     def __post_init__(self) -> None:
+        if not 1 <= self.api_servers <= _MOST_API_SERVERS:
+            raise ValueError(f"--api-servers {self.api_servers}: must be from 1 to {_MOST_API_SERVERS}")
+        if self.in_process and self.api_servers > 1:
+            raise ValueError(f"--api-servers {self.api_servers} shares an engine's process; leave out --in-process")
         if self.restart not in ("always", "never"):
             raise ValueError(f"--restart {self.restart}: must be always or never")
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.processes import RankError
 from nanovllm.engine.core_messages import (
+    KEYS_PER_FRONT_END,
     AbortRequest,
     CompletionEnd,
     EngineInfo,
@@ -107,6 +108,13 @@ class EngineCore:
         if entry is not None:
             self.engine.abort(entry.request, message.completion)
             self._waiter.news.set()
+
+    def abort_front_end(self, number: int) -> None:
+        """End the requests of a front end that has gone. Called from any thread."""
+        with self._lock:
+            keys = [key for key in self._entries if key // KEYS_PER_FRONT_END == number]
+        for key in keys:
+            self.abort(AbortRequest(key))
 
     def run(self) -> None:
         """Run steps until `close`.

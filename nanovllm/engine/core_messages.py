@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 
 from nanovllm.sampling_params import MAX_N, SamplingParams
 
+KEYS_PER_FRONT_END = 1 << 36
+"""Request keys of front end i are from i times this number on, so that all front ends may get every message."""
+
 
 def completion_key(request_key: int, index: int) -> int:
     return request_key * MAX_N + index
@@ -26,7 +29,7 @@ class StartRequest(NamedTuple):
     """A checked request."""
 
     key: int
-    """Unique among the requests of a front end."""
+    """Unique among the requests of all front ends."""
     token_ids: list[int]
     params: dict[str, Any]
     """As `params_to_send` makes it."""
@@ -116,6 +119,13 @@ class EngineInfo(NamedTuple):
     device: str
     seed: int | None
     """The seed from which seeds are drawn for requests that bring none."""
+    first_key: int = 0
+    """Of this front end's requests."""
+
+    def of_front_end(self, number: int) -> EngineInfo:
+        """The same for one of several front ends, which draws seeds of its own."""
+        seed = None if self.seed is None else self.seed + number
+        return self._replace(seed=seed, first_key=number * KEYS_PER_FRONT_END)
 
 
 def params_to_send(params: SamplingParams) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class RequestMaker:
         seed: the seed from which requests without a seed get theirs; None: from the system.
         constraints: makes the constraints of sequences. None: they are only checked, since another maker's requests
             are computed.
+        first_id: the first request's id.
     """
 
     def __init__(
@@ -37,13 +38,14 @@ class RequestMaker:
         max_logprobs: int,
         seed: int | None,
         constraints: ConstraintMaker | None = None,
+        first_id: int = 0,
     ) -> None:
         self.prompts = PromptReader(tokenizer, vocab_size, max_model_len)
         self.decoder = None if tokenizer is None else TextDecoder(tokenizer)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_logprobs = max_logprobs
-        self._request_ids = itertools.count()
+        self._request_ids = itertools.count(first_id)
         self._seeds = random.Random(seed)
         self._constraints = constraints
         self._checker = GrammarChecker()

@@ -37,7 +37,8 @@ class Route(NamedTuple):
 
 
 async def _metrics(service: Service, exchange: Exchange, key: str) -> None:
-    await exchange.answer(200, service.metrics.text(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+    text = service.metrics.text(await service.counts())
+    await exchange.answer(200, text, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
 
 
 async def _page(service: Service, exchange: Exchange, key: str) -> None:

@@ -1,4 +1,4 @@
-"""Messages between the two processes of a server: a length, a kind and MessagePack, over a Unix socket."""
+"""Messages between the processes of a server: a length, a kind and MessagePack, over a Unix socket."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import msgspec
 
 _HEAD = struct.Struct("<IB")
 CONFIG, READY, FAILED, START, ABORT, STEP = range(6)
+HELLO, DRAIN, COUNT, COUNTED, SUM, SUMMED = range(6, 12)
+"""HELLO: a front end's number, to the engine. The others go between API processes; see `api_servers`."""
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -39,6 +41,30 @@ class FrameReader:
         if at:
             del buffer[:at]
         return found
+
+
+def read_one(sock: socket.socket) -> tuple[int | None, bytes]:
+    """A message from a blocking socket, and nothing of what follows it; (None, b""): the other side has closed it."""
+    head = _exactly(sock, _HEAD.size)
+    if not head:
+        return None, b""
+    length, kind = _HEAD.unpack(head)
+    data = _exactly(sock, length)
+    return (kind, data) if len(data) == length else (None, b"")
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    """So many bytes, or none."""
+    found = bytearray()
+    while len(found) < size:
+        try:
+            data = sock.recv(min(size - len(found), 1 << 18))
+        except ConnectionError:
+            data = b""
+        if not data:
+            return b""
+        found += data
+    return bytes(found)
 
 
 def read_frames(sock: socket.socket) -> Any:

@@ -15,6 +15,7 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.core_messages import StepOutputs
 from nanovllm.engine.output_stream import OutputStream
 from nanovllm.outputs import RequestOutput
+from nanovllm.serve.counts import Counts
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2,
@@ -41,10 +42,14 @@ class Histogram:
             self._counts[bisect.bisect_left(self._bounds, value)] += weight
             self._sum += value * weight
 
-    def family(self, model: str) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.name, self.documentation, labels=["model_name"])
+    def counted(self) -> tuple[list[int], float]:
+        """(how many in each bucket, the sum)"""
         with self._lock:
-            counts, total = list(self._counts), self._sum
+            return list(self._counts), self._sum
+
+    def family(self, model: str, counts: list[int], total: float) -> HistogramMetricFamily:
+        """What Prometheus gets of `counted`, maybe of several processes."""
+        family = HistogramMetricFamily(self.name, self.documentation, labels=["model_name"])
         buckets, cumulative = [], 0
         for bound, count in zip((*map(float, self._bounds), float("inf")), counts):
             cumulative += count
@@ -60,7 +65,6 @@ class Metrics:
         self._engine = engine
         self._model = model
         self._prefix = prefix
-        self.registry = CollectorRegistry()
 
         def histogram(name: str, documentation: str, bounds: tuple[float, ...]) -> Histogram:
             return Histogram(prefix + name, documentation, bounds)
@@ -85,7 +89,10 @@ class Metrics:
         self._success: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._rejected: dict[str, int] = {}
         self._last_step = 0.0
-        self.registry.register(self)  # type: ignore[arg-type]
+        self._histograms = (
+            self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prompt, self._generation, self._n,
+            self._iteration, self._step, self._lag,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ what is told
 
@@ -147,13 +154,28 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------------------ what is written
 
-    def text(self) -> bytes:
-        """Prometheus' text format, version 0.0.4."""
-        return generate_latest(self.registry)
+    def counts(self) -> Counts:
+        """What this process has counted so far."""
+        engine = self._engine
+        return Counts(
+            histograms=[histogram.counted() for histogram in self._histograms], totals=dict(self._totals),
+            success=dict(self._success), rejected=dict(self._rejected),
+            http=[(*key, count) for key, count in list(self._http.items())],
+            requests_open=engine.num_unfinished, engine_up=engine.alive, heartbeat_age=engine.seconds_without_step,
+        )  # fmt: skip
 
-    def collect(self) -> Iterable[Metric]:
-        """Called by prometheus_client: every metric with its present value."""
-        stats, engine = self._engine.stats, self._engine
+    def text(self, counts: Counts) -> bytes:
+        """Prometheus' text format, version 0.0.4.
+
+        Args:
+            counts: of this process, or of all API processes of a server.
+        """
+        registry = CollectorRegistry()
+        registry.register(_Collector(self._families(counts)))  # type: ignore[arg-type]
+        return generate_latest(registry)
+
+    def _families(self, counts: Counts) -> Iterable[Metric]:
+        stats = self._engine.stats
         gauges = [
             ("num_requests_running", "Completions in the batch.", stats.num_running),
             ("num_requests_waiting", "Completions that wait for the batch.", stats.num_waiting),
@@ -162,27 +184,23 @@ class Metrics:
         for name, documentation, value in gauges:
             yield self._family(GaugeMetricFamily, self._prefix + name, documentation, value)
         own = [
-            ("engine_up", "Whether the engine takes requests.", int(engine.alive)),
-            ("engine_heartbeat_age_seconds", "Seconds without a step, while there is work.",
-             engine.seconds_without_step),
-            ("requests_open", "Requests that have not ended.", engine.num_unfinished),
-        ]  # fmt: skip
+            ("engine_up", "Whether the engine takes requests.", int(counts.engine_up)),
+            ("engine_heartbeat_age_seconds", "Seconds without a step, while there is work.", counts.heartbeat_age),
+            ("requests_open", "Requests that have not ended.", counts.requests_open),
+        ]
         for name, documentation, value in own:
             yield self._family(GaugeMetricFamily, f"nanovllm:{name}", documentation, value)
-        totals = self._totals | {"num_preemptions": stats.num_preemptions}
+        totals = counts.totals | {"num_preemptions": stats.num_preemptions}
         for name, value in totals.items():
             yield self._family(CounterMetricFamily, self._prefix + name, f"Total of {name.replace('_', ' ')}.", value)
-        yield self._labelled("request_success", "Requests that ended.", "finished_reason", self._success)
-        yield self._labelled("admission_rejections", "Requests that were refused.", "reason", self._rejected)
+        yield self._labelled("request_success", "Requests that ended.", "finished_reason", counts.success)
+        yield self._labelled("admission_rejections", "Requests that were refused.", "reason", counts.rejected)
         http = CounterMetricFamily("nanovllm:http_requests", "HTTP answers.", labels=["method", "path", "status"])
-        for (method, path, status), count in list(self._http.items()):
+        for method, path, status, count in counts.http:
             http.add_metric([method, path, str(status)], count)
         yield http
-        for histogram in (
-            self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prompt, self._generation, self._n,
-            self._iteration, self._step, self._lag,
-        ):  # fmt: skip
-            yield histogram.family(self._model)
+        for histogram, (buckets, total) in zip(self._histograms, counts.histograms):
+            yield histogram.family(self._model, buckets, total)
 
     def _family(self, kind: Any, name: str, documentation: str, value: float) -> Metric:
         family = kind(name, documentation, labels=["model_name"])
@@ -191,6 +209,16 @@ class Metrics:
 
     def _labelled(self, name: str, documentation: str, label: str, counts: dict[str, int]) -> Metric:
         family = CounterMetricFamily(self._prefix + name, documentation, labels=["model_name", label])
-        for value, count in list(counts.items()):
+        for value, count in counts.items():
             family.add_metric([self._model, value], count)
         return family
+
+
+class _Collector:
+    """Families for prometheus_client."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families

@@ -40,12 +40,13 @@ async def version(service: Service, exchange: Exchange, key: str) -> None:
 
 async def health(service: Service, exchange: Exchange, key: str) -> None:
     """GET /health: whether the server should get requests."""
-    await _health(service.unhealthy, exchange)
+    draining = service.admission.draining
+    await _health("the server is shutting down" if draining else service.fault(await service.counts()), exchange)
 
 
 async def live(service: Service, exchange: Exchange, key: str) -> None:
     """GET /health/live: whether the engine works; a server that drains is alive."""
-    await _health(service.stuck, exchange)
+    await _health(service.fault(await service.counts()), exchange)
 
 
 async def _health(reason: str | None, exchange: Exchange) -> None:

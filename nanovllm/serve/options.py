@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -62,3 +62,8 @@ class ServeOptions:
             raise ValueError("model_names: a model needs a name; pass --served-model-name")
         if any(len(key) < 8 or not key.isascii() or not key.isprintable() for key in self.api_keys):
             raise ValueError("api key: must have at least 8 printable ASCII characters")
+
+    def share(self, count: int) -> ServeOptions:
+        """The options of each of `count` processes that have an equal share of the limits on the whole server."""
+        names = "max_waiting", "max_waiting_tokens", "max_connections"
+        return replace(self, **{name: -(-getattr(self, name) // count) for name in names})

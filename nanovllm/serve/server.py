@@ -7,7 +7,9 @@ import resource
 import signal
 import socket
 import ssl
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import uvicorn
 
 from nanovllm.async_llm import AsyncLLM, EngineDeadError
+from nanovllm.serve.api_servers import Siblings
 from nanovllm.serve.app import App
 from nanovllm.serve.limits import limited_protocol
 from nanovllm.serve.options import ServeOptions
@@ -59,23 +62,48 @@ class Listener:
     def is_local(self) -> bool:
         return self.host in ("127.0.0.1", "localhost", "::1")
 
-    def open(self) -> socket.socket:
-        """Raises: ValueError: nothing can listen there."""
+    def open(self, shared: bool = False) -> socket.socket:
+        """A listening socket.
+
+        Args:
+            shared: other sockets may listen there as well; the kernel deals the connections out.
+
+        Raises:
+            ValueError: nothing can listen there.
+        """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             both = self.host == "::" and socket.has_dualstack_ipv6()  # every address, of IPv4 too
-            return socket.create_server((self.host, self.port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+            return socket.create_server(
+                (self.host, self.port), family=family, backlog=_BACKLOG, reuse_port=shared, dualstack_ipv6=both
+            )
         except (OSError, OverflowError) as error:
             raise ValueError(
                 f"cannot listen at {self.host}:{self.port} ({error}); choose another --host or --port"
             ) from None
 
+    def open_several(self, count: int) -> list[socket.socket]:
+        """As `open`, a socket for each of several processes."""
+        probe = self.open()  # fails if another server listens there, which sockets that may be shared would not
+        if count == 1:
+            return [probe]
+        here = replace(self, port=probe.getsockname()[1])
+        probe.close()
+        return [here.open(shared=True) for _ in range(count)]
+
 
 class Server(uvicorn.Server):
     """uvicorn's server, whose first signal lets running requests finish and whose second one ends at once."""
 
-    def __init__(self, engine: AsyncLLM, options: ServeOptions, listener: Listener = Listener()) -> None:
-        self.service = Service(engine, options)
+    def __init__(
+        self,
+        engine: AsyncLLM,
+        options: ServeOptions,
+        listener: Listener = Listener(),
+        siblings: Siblings | None = None,
+    ) -> None:
+        self.service = Service(engine, options, siblings)
+        self._siblings = siblings
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
@@ -86,33 +114,48 @@ class Server(uvicorn.Server):
             )
         )  # fmt: skip
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A further API process has none of its own."""
+        if self._siblings is not None and not self._siblings.leads:
+            yield
+        else:
+            with super().capture_signals():
+                yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit and self._loop is not None:
-            self._loop.call_soon_threadsafe(self._end_now)
+            self._loop.call_soon_threadsafe(self.end_now)
         self.should_exit = True
         self.service.admission.draining = True
+        if self._siblings is not None:
+            self._siblings.drain()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._siblings is not None:
+            self._siblings.attach(self)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        timer = self._loop.call_later(self.service.options.drain, self._end_now)
+        timer = self._loop.call_later(self.service.options.drain, self.end_now)
         try:
             await super().shutdown(sockets)
+            if self._siblings is not None:
+                await self._siblings.ended(self.service.options.drain + 2 * _AFTER_DRAIN_SECONDS)
         finally:
             timer.cancel()
             self._loop = None
 
-    def _end_now(self) -> None:
-        """End the requests that run with an error, and soon after that everything else."""
+    def end_now(self) -> None:
+        """End the requests that run with an error, and soon after that everything else. Called in the event loop."""
         self.service.engine.fail_all(EngineDeadError("the server was shut down before the request ended"))
         asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 2, setattr, self, "force_exit", True)
 
 
-def serve(
-    engine: AsyncLLM, options: ServeOptions, listener: Listener, sock: socket.socket, tracing: Tracing | None = None
-) -> None:
-    """Serve until a signal ends it, then end the engine. sock: from `listener.open`."""
+def run(server: Server, sock: socket.socket, tracing: Tracing | None = None) -> None:
+    """Serve until a signal ends it, then end the engine. sock: from `Listener.open`."""
     _raise_descriptor_limit()
-    server = Server(engine, options, listener)
     if tracing is not None:
         server.service.generated = tracing.record
     try:
@@ -121,7 +164,9 @@ def serve(
         # A further signal must not leave the engine's process behind.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-        engine.close()
+        if server.service.siblings is not None:
+            server.service.siblings.close()
+        server.service.engine.close()
         if tracing is not None:
             tracing.close()
 

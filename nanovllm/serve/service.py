@@ -16,7 +16,9 @@ from nanovllm.engine.output_stream import OutputStream
 from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.admission import Admission
+from nanovllm.serve.api_servers import Siblings
 from nanovllm.serve.auth import ApiKeys
+from nanovllm.serve.counts import Counts
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
@@ -43,10 +45,12 @@ class Service:
     Args:
         engine: serves the requests.
         options: the limits.
+        siblings: the server's other API processes; None: there are none.
     """
 
-    def __init__(self, engine: AsyncLLM, options: ServeOptions) -> None:
+    def __init__(self, engine: AsyncLLM, options: ServeOptions, siblings: Siblings | None = None) -> None:
         self.engine = engine
+        self.siblings = siblings
         self.options = options
         self.metrics = Metrics(engine, options.model_names[0], options.metrics_prefix)
         self.keys = ApiKeys(options.api_keys)
@@ -56,7 +60,8 @@ class Service:
         self.created = int(time.time())
         self.generated: Callable[[Generation], None] | None = None
         """Called with every generation that has ended; for traces."""
-        engine.on_outputs = self.metrics.stepped
+        if siblings is None or siblings.leads:  # every API process hears of every step; one counts them
+            engine.on_outputs = self.metrics.stepped
 
     @property
     def model_name(self) -> str:
@@ -67,21 +72,22 @@ class Service:
         """OpenAI's `system_fingerprint`: with another one, a seed may give another answer."""
         return f"nanovllm-{__version__}"
 
-    @property
-    def unhealthy(self) -> str | None:
-        """Why the server should get no requests; None: it should."""
-        if self.admission.draining:
-            return "the server is shutting down"
-        return self.stuck
+    async def counts(self) -> Counts:
+        """What all API processes of the server have counted."""
+        return self.metrics.counts() if self.siblings is None else await self.siblings.gather()
 
     @property
     def stuck(self) -> str | None:
         """Why the engine computes nothing; None: it does, or has nothing to do."""
-        if not self.engine.alive:
+        return self.fault(self.metrics.counts())
+
+    def fault(self, counts: Counts) -> str | None:
+        """Why the server does not work, by what its API processes say; None: it works."""
+        if not counts.engine_up:
             return "the engine is not running"
-        if (age := self.engine.seconds_without_step) > self.options.stall_timeout:
-            return f"the engine has had work and made no step for {age:.0f} seconds"
-        return None
+        if counts.heartbeat_age > self.options.stall_timeout:
+            return f"the engine has had work and made no step for {counts.heartbeat_age:.0f} seconds"
+        return counts.missing[0] if counts.missing else None
 
     def check_model(self, name: str | None) -> None:
         """A 404 for a model that is not served. No name means the model of this server."""

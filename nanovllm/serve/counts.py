@@ -1,0 +1,55 @@
+"""What the API processes of a server have counted: a record that goes between them, and its sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Counts(msgspec.Struct):
+    """Statistics of one API process, or of several."""
+
+    histograms: list[tuple[list[int], float]]
+    """(how many in each bucket, the sum), in the order of `Metrics`."""
+    totals: dict[str, int]
+    success: dict[str, int]
+    rejected: dict[str, int]
+    http: list[tuple[str, str, int, int]]
+    """(method, route, status, answers)"""
+    requests_open: int
+    engine_up: bool
+    heartbeat_age: float
+    missing: tuple[str, ...] = ()
+    """Why counts of other processes are not among these."""
+
+    def ended(self) -> Counts:
+        """What remains of a process that has ended."""
+        return msgspec.structs.replace(self, requests_open=0, engine_up=True, heartbeat_age=0.0, missing=())
+
+
+def total(found: Sequence[Counts], missing: Sequence[str] = ()) -> Counts:
+    """Of several processes of one server; the engine is as bad as the worst of them says."""
+    http: Counter[tuple[str, str, int]] = Counter()
+    for counts in found:
+        for *key, number in counts.http:
+            http[tuple(key)] += number  # type: ignore[index]
+    return Counts(
+        histograms=[
+            ([sum(column) for column in zip(*(buckets for buckets, _ in same))], sum(amount for _, amount in same))
+            for same in zip(*(counts.histograms for counts in found))
+        ],
+        totals=_sum([counts.totals for counts in found]),
+        success=_sum([counts.success for counts in found]),
+        rejected=_sum([counts.rejected for counts in found]),
+        http=[(*key, number) for key, number in http.items()],
+        requests_open=sum(counts.requests_open for counts in found),
+        engine_up=all(counts.engine_up for counts in found),
+        heartbeat_age=max(counts.heartbeat_age for counts in found),
+        missing=tuple(missing),
+    )
+
+
+def _sum(found: Sequence[dict[str, int]]) -> dict[str, int]:
+    return {name: sum(counts.get(name, 0) for counts in found) for name in dict.fromkeys(n for c in found for n in c)}

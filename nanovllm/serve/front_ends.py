@@ -1,0 +1,176 @@
+"""The engine's side of its connections: what every front end asks, and what a step brought, to all of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+
+from nanovllm.engine.core import EngineCore
+from nanovllm.engine.core_messages import AbortRequest, StartRequest
+from nanovllm.serve.frames import ABORT, HELLO, READY, START, frame, read_frames
+
+logger = logging.getLogger(__name__)
+
+_BUFFER_BYTES = 8 << 20
+_MOST_BEHIND = 64 << 20
+_PATIENCE_SECONDS = 20.0
+_EXIT_SECONDS = 10.0
+
+
+class Outbox:
+    """Sends to one front end without waiting for it.
+
+    What the socket does not take at once is sent by a thread. A front end that is `most_behind` bytes behind holds up
+    the sender. If it takes nothing for `patience` seconds after that, its connection is closed.
+    """
+
+    def __init__(
+        self, sock: socket.socket, most_behind: int = _MOST_BEHIND, patience: float = _PATIENCE_SECONDS
+    ) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._sock = sock
+        self._most_behind, self._patience = most_behind, patience
+        self._behind = bytearray()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def send(self, data: bytes) -> None:
+        """Called from any thread. Does nothing when the front end has gone."""
+        with self._changed:
+            if not self._behind and not self._closed:
+                data = data[self._push(data) :]
+            if not data or self._closed:
+                return
+            self._behind += data
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._catch_up, name="send", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            self._wait_for_reader()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything was sent, at most for so long."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._behind, seconds)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)  # the thread that reads sees the end, and closes it
+            except OSError:
+                pass
+
+    def _push(self, data: bytes | bytearray) -> int:
+        """Returns: bytes that the socket took."""
+        try:
+            return self._sock.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:  # the front end has gone; the reader sees it as well
+            self._closed = True
+            return len(data)
+
+    def _wait_for_reader(self) -> None:
+        size, since = len(self._behind), time.monotonic()
+        while len(self._behind) > self._most_behind and not self._closed:
+            self._changed.wait(self._patience / 4)
+            if len(self._behind) < size:
+                size, since = len(self._behind), time.monotonic()
+            elif time.monotonic() - since > self._patience:
+                logger.error("a front end reads nothing and is %d bytes behind: its connection is closed", size)
+                self.close()
+
+    def _catch_up(self) -> None:
+        poll = select.poll()
+        poll.register(self._sock, select.POLLOUT)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._behind or self._closed)
+                if self._closed:
+                    return
+            poll.poll(1000)
+            with self._changed:
+                del self._behind[: self._push(self._behind[: 1 << 20])]
+                self._changed.notify_all()
+
+
+class FrontEnds:
+    """The front ends of an engine. The first one started the process, which ends when that one has gone.
+
+    Args:
+        first: the socket of the first one.
+        frames: what it sends after its configuration.
+    """
+
+    def __init__(self, first: socket.socket, frames: Iterator[tuple[int, bytes]]) -> None:
+        self._frames = frames
+        self._outboxes: dict[int, Outbox] = {0: Outbox(first)}
+
+    def send(self, kind: int, message: object) -> None:
+        """To all of them, encoded once."""
+        data = frame(kind, message)
+        for outbox in tuple(self._outboxes.values()):
+            outbox.send(data)
+
+    def serve(self, core: EngineCore, listener: socket.socket | None) -> None:
+        """Let the front ends reach `core`, in threads. listener: where further front ends connect; None: none do."""
+        self.send(READY, core.info)
+        threading.Thread(target=self._receive_first, args=(core,), name="receive", daemon=True).start()
+        if listener is not None:
+            threading.Thread(target=self._accept, args=(core, listener), name="accept", daemon=True).start()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until they have what was sent, at most for so long each."""
+        for outbox in tuple(self._outboxes.values()):
+            outbox.flush(seconds)
+
+    def _receive_first(self, core: EngineCore) -> None:
+        _receive(self._frames, core)
+        core.close()
+        # A step that never ends must not keep the GPU.
+        timer = threading.Timer(_EXIT_SECONDS, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    def _accept(self, core: EngineCore, listener: socket.socket) -> None:
+        while True:
+            sock, _ = listener.accept()
+            threading.Thread(target=self._receive_further, args=(core, sock), name="receive", daemon=True).start()
+
+    def _receive_further(self, core: EngineCore, sock: socket.socket) -> None:
+        with sock:
+            frames = read_frames(sock)
+            kind, data = next(frames, (None, b""))
+            if kind != HELLO:  # it has gone already
+                return
+            number = msgspec.msgpack.decode(data, type=int)
+            outbox = Outbox(sock)
+            outbox.send(frame(READY, core.info.of_front_end(number)))
+            self._outboxes[number] = outbox
+            try:
+                _receive(frames, core)
+            finally:
+                del self._outboxes[number]
+                outbox.close()
+                core.abort_front_end(number)
+
+
+def _receive(frames: Iterator[tuple[int, bytes]], core: EngineCore) -> None:
+    """Until the front end closes its connection."""
+    start = msgspec.msgpack.Decoder(StartRequest)
+    abort = msgspec.msgpack.Decoder(AbortRequest)
+    for kind, data in frames:
+        if kind == START:
+            core.start(start.decode(data))
+        elif kind == ABORT:
+            core.abort(abort.decode(data))

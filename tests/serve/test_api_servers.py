@@ -1,0 +1,310 @@
+"""Several API processes in front of one engine: `nanovllm serve --api-servers N`."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.serve.counts import Counts, total
+from nanovllm.serve.front_ends import Outbox
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.server import Listener
+from tests.serve.running import wait_until
+
+COUNT = 3
+STREAM = {"prompt": "hello there", "max_tokens": 240, "ignore_eos": True, "stream": True}
+
+
+class Running:
+    """A server in processes of its own."""
+
+    def __init__(self, model_path, *arguments):
+        command = [
+            sys.executable,
+            "-m",
+            "nanovllm",
+            "serve",
+            "--model",
+            str(model_path),
+            "--port",
+            "0",
+            "--device",
+            "cpu",
+        ]
+        command += ["--served-model-name", "tiny", "--num-kvcache-blocks", "256", "--kvcache-block-size", "16"]
+        command += ["--max-model-len", "256", "--api-servers", str(COUNT), *arguments]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.said = []
+        found = None
+        while not found and (line := self.process.stderr.readline()):
+            self.said.append(line)
+            found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)
+        assert found, self.said
+        self.url = found[1]
+        self._reader = threading.Thread(target=lambda: self.said.extend(self.process.stderr), daemon=True)
+        self._reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+
+    @property
+    def parts(self):
+        """{process id: its module} of the processes that the server has started."""
+        found = {}
+        with open(f"/proc/{self.process.pid}/task/{self.process.pid}/children") as file:
+            pids = [int(pid) for pid in file.read().split()]
+        for task in os.listdir(f"/proc/{self.process.pid}/task"):
+            with open(f"/proc/{self.process.pid}/task/{task}/children") as file:
+                pids += [int(pid) for pid in file.read().split()]
+        for pid in set(pids):
+            with open(f"/proc/{pid}/cmdline") as file:
+                words = file.read().split("\0")
+            if "-m" in words:
+                found[pid] = words[words.index("-m") + 1].rpartition(".")[2]
+        return found
+
+    def pids(self, module):
+        return sorted(pid for pid, name in self.parts.items() if name == module)
+
+    def clients(self, number):
+        """Each has a connection of its own, so that the kernel deals them out."""
+        return [httpx.Client(base_url=self.url, timeout=60, trust_env=False) for _ in range(number)]
+
+    def get(self, path):
+        return httpx.get(self.url + path, timeout=30, trust_env=False)
+
+    def metric(self, name):
+        lines = self.get("/metrics").text.splitlines()
+        found = [line for line in lines if line.startswith((name + "{", name + " "))]
+        assert found, f"there is no metric {name}"
+        return sum(float(line.rsplit(" ", 1)[1]) for line in found)
+
+    def healthy(self):
+        return self.get("/health").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def several(model_path):
+    with Running(model_path) as running:
+        yield running
+
+
+def ask(client, **body):
+    answer = client.post("/v1/completions", json={"prompt": "hello there", "max_tokens": 10, "temperature": 0} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["text"]
+
+
+@pytest.mark.slow
+def test_all_processes_give_the_same_answers_and_one_sum_of_metrics(several, llm):
+    (expected,) = llm.generate(["hello there"], SamplingParams(max_tokens=10, temperature=0), use_tqdm=False)
+    before = several.metric("vllm:generation_tokens_total")
+    clients = several.clients(40)
+    texts = {}
+    threads = [threading.Thread(target=lambda i=i: texts.update({i: ask(clients[i])})) for i in range(40)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(texts.values()) == {expected.outputs[0].text} and len(texts) == 40
+    tokens = len(expected.outputs[0].token_ids)
+    totals = {client.get("/metrics").text.count("\n") for client in clients[:8]}
+    assert len(totals) == 1
+    for _ in range(6):  # whichever process answers
+        assert several.metric("vllm:generation_tokens_total") - before == 40 * tokens
+        assert several.metric("vllm:e2e_request_latency_seconds_count") == 40
+        assert several.metric("vllm:request_success_total") == 40
+        assert several.metric("nanovllm:requests_open") == 0
+        assert several.healthy()
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.slow
+def test_an_api_process_that_dies_ends_its_own_requests_and_is_started_again(several):
+    before = several.metric("vllm:request_success_total")
+    first = several.pids("api_process")
+    assert len(first) == COUNT - 1
+    streams, ended = [], []
+    clients = several.clients(24)
+
+    def read(client):
+        try:
+            with client.stream("POST", "/v1/completions", json=STREAM | {"max_tokens": 200}) as answer:
+                text = "".join(answer.iter_text())
+            ended.append("error" if '"error"' in text else "whole")
+        except httpx.HTTPError:
+            ended.append("cut")
+
+    for client in clients:
+        streams.append(threading.Thread(target=read, args=(client,)))
+        streams[-1].start()
+    wait_until(lambda: several.metric("vllm:num_requests_running") > 12)
+    os.kill(first[0], signal.SIGKILL)
+    for thread in streams:
+        thread.join(60)
+    assert len(ended) == 24 and 0 < ended.count("cut") < 24 and ended.count("error") == 0
+    # The engine computes none of the requests that were lost, and what was counted before stays.
+    wait_until(lambda: several.metric("vllm:num_requests_running") == 0)
+    assert several.metric("vllm:kv_cache_usage_perc") == 0
+    assert several.metric("vllm:request_success_total") >= before + ended.count("whole")
+    wait_until(several.healthy, 60)
+    second = several.pids("api_process")
+    assert len(second) == COUNT - 1 and first[0] not in second and first[1] in second
+    assert {ask(client) for client in several.clients(20)} == {ask(clients[0])}
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_told_by_all_processes(several):
+    (engine,) = several.pids("engine_process")
+    ended = []
+
+    def read(client):
+        with client.stream("POST", "/v1/completions", json=STREAM) as answer:
+            ended.append("".join(answer.iter_text()))
+
+    threads = [threading.Thread(target=read, args=(client,)) for client in several.clients(16)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: several.metric("vllm:num_requests_running") > 8)
+    os.kill(engine, signal.SIGKILL)
+    for thread in threads:
+        thread.join(60)
+    lost = [text for text in ended if '"error":{"message":"the engine ended' in text]
+    assert len(ended) == 16 and len(lost) > 8 and all(text.endswith("data: [DONE]\n\n") for text in ended)
+    answers = [client.get("/health") for client in several.clients(8)]
+    assert {answer.status_code for answer in answers} == {503}
+    wait_until(several.healthy, 60)
+    assert len({ask(client) for client in several.clients(20)}) == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_answer_is_unhealthy(several):
+    stopped = several.pids("api_process")[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        statuses = []
+        for client in several.clients(12):
+            client.timeout = 8
+            try:
+                statuses.append(client.get("/health"))
+            except httpx.TimeoutException:  # it is the one that was asked
+                continue
+            break
+        assert statuses and statuses[0].status_code == 503
+        assert re.search(r"API process \d does not answer", statuses[0].json()["reason"])
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    wait_until(several.healthy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_drain_reaches_all_processes(model_path, signals):
+    with Running(model_path, "--drain", "60") as server:
+        parts = server.parts
+        ended = []
+
+        def read(client):
+            with client.stream("POST", "/v1/completions", json=STREAM | {"n": 8}) as answer:
+                ended.append("".join(answer.iter_text()))
+
+        threads = [threading.Thread(target=read, args=(client,)) for client in server.clients(12)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: server.metric("nanovllm:requests_open") == 12)
+        for pid in (server.process.pid, *parts):  # as systemd does
+            os.kill(pid, signal.SIGTERM)
+        time.sleep(0.3)
+        with pytest.raises(httpx.ConnectError):
+            server.get("/health")
+        if signals == 2:
+            server.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join(60)
+        assert server.process.wait(30) == 0
+        whole = [text for text in ended if '"error"' not in text]
+        assert len(ended) == 12 and (len(whole) == 12 if signals == 1 else len(whole) < 12)
+        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
+    assert "Traceback" not in "".join(server.said)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_the_first_one(model_path):
+    with Running(model_path) as server:
+        parts = server.parts
+        assert sorted(parts.values()) == ["api_process"] * (COUNT - 1) + ["engine_process"]
+        server.process.kill()
+        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
+
+
+def test_several_sockets_share_a_port_that_no_other_server_has():
+    sockets = Listener(port=0).open_several(3)
+    try:
+        (port,) = {sock.getsockname()[1] for sock in sockets}
+        with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
+            Listener(port=port).open_several(2)
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+def test_limits_are_shared():
+    whole = ServeOptions(max_waiting=10, max_waiting_tokens=1000, max_connections=3)
+    each = whole.share(4)
+    assert (each.max_waiting, each.max_waiting_tokens, each.max_connections) == (3, 250, 1)
+    assert whole.share(1) == whole
+
+
+def test_counts_of_processes_are_added():
+    one = Counts([([1, 2], 0.5)], {"a": 1}, {"stop": 2}, {}, [("GET", "/", 200, 3)], 4, True, 0.0)
+    other = Counts([([0, 5], 1.5)], {"a": 2}, {"abort": 1}, {"queue": 1}, [("GET", "/", 200, 1), ("GET", "/", 404, 1)],
+                   1, False, 2.0)  # fmt: skip
+    found = total([one, other], ["API process 2 is not running"])
+    assert found.histograms == [([1, 7], 2.0)] and found.totals == {"a": 3}
+    assert found.success == {"stop": 2, "abort": 1} and found.rejected == {"queue": 1}
+    assert found.http == [("GET", "/", 200, 4), ("GET", "/", 404, 1)]
+    assert (found.requests_open, found.engine_up, found.heartbeat_age) == (5, False, 2.0)
+    assert total([other.ended(), one]).engine_up and total([other.ended(), one]).requests_open == 4
+
+
+def test_a_front_end_that_lags_delays_nobody_and_misses_nothing():
+    ours, theirs = socket.socketpair()
+    outbox = Outbox(ours)
+    pieces = [json.dumps(i).encode() * 5000 for i in range(400)]
+    started = time.monotonic()
+    for piece in pieces:
+        outbox.send(piece)
+    assert time.monotonic() - started < 5
+    expected, found = b"".join(pieces), b""
+    while len(found) < len(expected):
+        found += theirs.recv(1 << 20)
+    assert found == expected
+    outbox.flush(5)
+    outbox.close()
+    ours.close(), theirs.close()
+
+
+def test_a_front_end_that_reads_nothing_is_cut_off():
+    ours, theirs = socket.socketpair()
+    outbox = Outbox(ours, most_behind=1 << 20, patience=0.2)
+    for _ in range(30):
+        outbox.send(bytes(1 << 20))
+    size = 0
+    while data := theirs.recv(1 << 20):
+        size += len(data)
+    assert 0 < size < 30 << 20
+    ours.close(), theirs.close()
