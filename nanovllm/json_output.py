@@ -5,6 +5,7 @@ tables), and files that are kept in few lines.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,14 @@ def compact_json(value: Any, name: str = "", depth: int = 0, width: int = 120) -
         lines[len(lines) - (not full) :] = [item if full else f"{lines[-1]}, {item}"]
     edge = "\n" + " " * depth
     return f"{whole[: len(name) + 1]}{edge} {f',{edge} '.join(lines)}{edge}{whole[-1]}"
+
+
+def keep_json(path: Path, document: Any) -> None:
+    """Write a file in few lines, and the folders above it. A reader sees the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_text(compact_json(document) + "\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -143,19 +143,18 @@ class Instrument:
 
         return call
 
-    def attach(self, engine: Any, with_stages: bool = True) -> None:
+    def attach(self, engine: Any) -> None:
         """Name an engine's modules and stages, whatever it is made of: nothing is expected but its `runner`."""
         for model in [m for m in vars(engine.runner).values() if isinstance(m, torch.nn.Module)]:
             for path, module in model.named_modules():
                 self._hook(path, module)
-        if with_stages:
-            parts = [engine, *vars(engine).values(), *vars(engine.runner).values()]
-            fast = getattr(engine.runner, "fast", None)
-            if fast is not None:
-                parts += [*vars(fast).values(), getattr(fast.decoder, "state", None)]
-            for part in parts:
-                if type(part).__module__.startswith("nanovllm.engine.") and hasattr(part, "__dict__"):
-                    self._wrap_methods(part)
+        parts = [engine, *vars(engine).values(), *vars(engine.runner).values()]
+        fast = getattr(engine.runner, "fast", None)
+        if fast is not None:
+            parts += [*vars(fast).values(), getattr(fast.decoder, "state", None)]
+        for part in parts:
+            if type(part).__module__.startswith("nanovllm.engine.") and hasattr(part, "__dict__"):
+                self._wrap_methods(part)
         execute = engine.runner.execute
 
         def named_execute(step: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.hardware.roofline import Work, share_of_limit
 from nanovllm.hardware.versions import Provenance, provenance
+from nanovllm.json_output import keep_json
 
 SCHEMA = 1
 # A ratio may fall by this much, besides the spread of the two measurements, before it counts as a regression.
@@ -81,13 +82,8 @@ def keep(record: Record, folder: Path) -> list[Path]:
             continue
         device = record.rates.device if record.rates else rows[0].about["device"]
         path = folder / canonical_gpu_name(device) / f"{workload}.json"
-        runs = load_runs(path)
-        one = Record(record.date, record.commit, record.dirty, record.versions, record.rates, record.arguments, rows)
-        runs.append(one)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps([r.to_json() for r in runs], indent=1) + "\n")
-        temporary.replace(path)
+        runs = [*load_runs(path), dataclasses.replace(record, rows=rows)]
+        keep_json(path, [r.to_json() for r in runs])
         written.append(path)
     return written
 
@@ -106,9 +102,8 @@ _OTHERS = ("fusion.json", "planner.json")
 """What `nanovllm fuse --measure` and `python -m benchmarks.planner_proof` keep in the same folders."""
 
 
-def kept_files(folder: Path, device: str | None = None) -> list[Path]:
-    files = folder.glob(f"{canonical_gpu_name(device) if device else '*'}/*.json")
-    return sorted(f for f in files if f.name not in _OTHERS)
+def kept_files(folder: Path) -> list[Path]:
+    return sorted(f for f in folder.glob("*/*.json") if f.name not in _OTHERS)
 
 
 # ----------------------------------------------------------------------------------------------------------- comparing

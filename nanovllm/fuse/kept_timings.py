@@ -11,6 +11,7 @@ from typing import Any
 from nanovllm.fuse.group_timing import WAYS, Agreement, Comparison, Measured
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import provenance
+from nanovllm.json_output import keep_json
 
 SCHEMA = 1
 
@@ -40,10 +41,7 @@ def keep(run: Mapping[str, Any], folder: Path) -> Path:
     """
     path = folder / canonical_gpu_name(run["device"]) / "fusion.json"
     runs = [r for r in load(path) if r["arguments"] != run["arguments"]] + [dict(run)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(runs, indent=1) + "\n")
-    temporary.replace(path)
+    keep_json(path, runs)
     return path
 
 

@@ -22,6 +22,7 @@ from nanovllm.hardware.product_rates import best_rates
 from nanovllm.hardware.roofline import copies
 from nanovllm.hardware.timing import least_time, time_in_graph
 from nanovllm.hardware.versions import versions
+from nanovllm.json_output import keep_json
 
 _MIB = 2**20
 _SCHEMA = 3
@@ -92,10 +93,7 @@ def rates(
 
 def _keep(path: Path, measured: Rates) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({"schema": _SCHEMA, **asdict(measured)}, indent=2))
-        temporary.replace(path)
+        keep_json(path, {"schema": _SCHEMA, **asdict(measured)})
     except OSError:
         pass  # a read-only home: measured again next time
 

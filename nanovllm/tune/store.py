@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nanovllm.hardware.versions import versions
-from nanovllm.json_output import compact_json
+from nanovllm.json_output import keep_json
 from nanovllm.kernels.op.config_files import SCHEMA, SHIPPED, document, entry_of, forget_files
 from nanovllm.kernels.triton.tunables import ALL
 from nanovllm.tune.jobs import TuningJob
@@ -94,13 +93,7 @@ def save(gpu: str, new: Sequence[Entry], directory: Path, keep: Callable[[Entry]
             broken.write_bytes(path.read_bytes())
             logger.warning("%s; set aside as %s, %d of its entries are kept", wrong, broken.name, len(kept))
         entries = {identity(data): data for data in kept if keep(data)} | {identity(data): dict(data) for data in new}
-        content = {"schema": SCHEMA, "gpu": gpu, "entries": [entries[key] for key in sorted(entries)]}
-        part = path.with_suffix(f".{os.getpid()}.part")
-        try:
-            part.write_text(compact_json(content) + "\n")
-            part.replace(path)  # a reader sees the old file or the new one
-        finally:
-            part.unlink(missing_ok=True)
+        keep_json(path, {"schema": SCHEMA, "gpu": gpu, "entries": [entries[key] for key in sorted(entries)]})
     forget_files()
     return path
 

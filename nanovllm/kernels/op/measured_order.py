@@ -20,7 +20,7 @@ import torch
 
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import versions
-from nanovllm.json_output import compact_json
+from nanovllm.json_output import keep_json
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,5 @@ def save_table(gpu: str, ops: Mapping[str, Mapping[str, Any]], date: str, direct
     known: Mapping[str, Any] = next((e["ops"] for e in entries if e["versions"] == here), {})
     new = {**known, **{op: _with_known(found, known.get(op)) for op, found in ops.items()}}
     entries = [e for e in entries if e["versions"] != here] + [{"versions": here, "date": date, "ops": new}]
-    directory.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(compact_json({"gpu": gpu, "entries": entries}) + "\n")
-    part.replace(path)  # a reader sees the old file or the new one
+    keep_json(path, {"gpu": gpu, "entries": entries})
     return path
