@@ -26,26 +26,10 @@ if TYPE_CHECKING:
     """Whether custom kernels run on this machine's GPU; `unavailable_reason()` says why not."""
 
 __all__ = [
-    "KERNELS_AVAILABLE",
-    "Cost",
-    "Inputs",
-    "KernelError",
-    "Kernels",
-    "Op",
-    "Provider",
-    "Tensors",
-    "all_ops",
-    "benchmark_kernel",
-    "library",
-    "load_plugins",
-    "nbytes",
-    "op",
-    "resolve_kernels",
-    "triton_support",
-    "unavailable_reason",
-    *_extra_names,
-    *_op_names,
-]
+    "KERNELS_AVAILABLE", "Cost", "Inputs", "KernelError", "Kernels", "Op", "Provider", "Tensors", "all_ops",
+    "benchmark_kernel", "library", "load_plugins", "nbytes", "op", "resolve_kernels", "triton_support",
+    "unavailable_reason", *_extra_names, *_op_names,
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> bool:

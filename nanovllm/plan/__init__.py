@@ -19,25 +19,7 @@ from nanovllm.plan.reduction_tiles import ReductionProblem, ReductionTile, plan_
 from nanovllm.plan.resources import Occupancy, Plan, Waves, occupancy, stages_needed, waves
 
 __all__ = [
-    "AttentionProblem",
-    "AttentionTile",
-    "ConvProblem",
-    "ConvTile",
-    "ElementwiseProblem",
-    "ElementwiseTile",
-    "GemmProblem",
-    "GemmTile",
-    "Occupancy",
-    "Plan",
-    "ReductionProblem",
-    "ReductionTile",
-    "Waves",
-    "occupancy",
-    "plan_attention",
-    "plan_conv",
-    "plan_elementwise",
-    "plan_gemm",
-    "plan_reduction",
-    "stages_needed",
-    "waves",
-]
+    "AttentionProblem", "AttentionTile", "ConvProblem", "ConvTile", "ElementwiseProblem", "ElementwiseTile",
+    "GemmProblem", "GemmTile", "Occupancy", "Plan", "ReductionProblem", "ReductionTile", "Waves", "occupancy",
+    "plan_attention", "plan_conv", "plan_elementwise", "plan_gemm", "plan_reduction", "stages_needed", "waves",
+]  # fmt: skip

@@ -291,16 +291,9 @@ def predict(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> Plan:
     # Packed weights are unpacked in registers and multiplied from there, or by wgmma from shared memory again.
     convert = 0.0 if p.weight is None else bn * bk * CONVERT[p.weight] / (_CONVERT_LANES * device.clock)
     step = LoopStep(
-        step_flops,
-        x,
-        weight,
-        bm,
-        x,
-        bn * bk * p.bytes_x,
-        uses_wgmma(device, tile.block_m, tile.warps, p.dtype),
-        convert,
-        p.dtype != "float32",
-    )
+        step_flops, x, weight, bm, x, bn * bk * p.bytes_x, uses_wgmma(device, tile.block_m, tile.warps, p.dtype),
+        convert, p.dtype != "float32",
+    )  # fmt: skip
     store = bm * bn * (4 if tile.splits > 1 else p.bytes_x)
     stages = tile.stages if staged(tile, p) else 1
     parts, fixed = loop_seconds(device, step, steps, blocks, fit, wave, tile.warps, stages, rate, store)

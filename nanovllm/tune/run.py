@@ -51,18 +51,10 @@ class Result:
 
 
 def tune(
-    jobs: Sequence[TuningJob],
-    device: torch.device,
-    model: DeviceModel,
-    gpu: str,
-    out: Path,
-    *,
-    budget: Budget | None = None,
-    resume: bool = False,
-    timer: Callable[[TuningJob, torch.device], Any] = JobTimer,
-    hang_seconds: float = HANG_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Result]:
+    jobs: Sequence[TuningJob], device: torch.device, model: DeviceModel, gpu: str, out: Path, *,
+    budget: Budget | None = None, resume: bool = False, timer: Callable[[TuningJob, torch.device], Any] = JobTimer,
+    hang_seconds: float = HANG_SECONDS, clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Result]:  # fmt: skip
     """Search each job and write its result at once, so that an interrupted run keeps what it has.
 
     Args:

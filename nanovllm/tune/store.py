@@ -39,30 +39,16 @@ def entry(job: TuningJob, outcome: Outcome, left_out: Mapping[str, int], about: 
         return None if seconds is None else round(1e6 * seconds, 3)
 
     return {
-        "tunable": tunable.name,
-        "source": tunable.source,
-        "versions": versions(),
-        "key": tunable.key_to_json(job.key),
-        "config": config(best),
-        "us": us(seconds),
-        "builtin": config(job.builtin),
-        "builtin_us": us(outcome.ranking.get(job.builtin)),
-        "runner_up": config(second),
-        "runner_up_us": us(second_seconds),
-        "op": job.op.name,
-        "provider": job.provider.name,
-        "shapes": [list(shape) for shape in job.shapes],
+        "tunable": tunable.name, "source": tunable.source, "versions": versions(),
+        "key": tunable.key_to_json(job.key), "config": config(best), "us": us(seconds),
+        "builtin": config(job.builtin), "builtin_us": us(outcome.ranking.get(job.builtin)),
+        "runner_up": config(second), "runner_up_us": us(second_seconds), "op": job.op.name,
+        "provider": job.provider.name, "shapes": [list(shape) for shape in job.shapes],
         "dtype": str(job.dtype).removeprefix("torch."),
-        "method": "CUDA graph, L2 cold, median; geometric mean over the shapes",
-        "tried": outcome.tried,
-        "given_up_early": outcome.slower,
-        "skipped": dict(outcome.skipped),
-        "pruned": dict(left_out),
-        "untried": outcome.untried,
-        "stopped": outcome.stopped,
-        "seconds": round(outcome.elapsed, 1),
-        **about,
-    }
+        "method": "CUDA graph, L2 cold, median; geometric mean over the shapes", "tried": outcome.tried,
+        "given_up_early": outcome.slower, "skipped": dict(outcome.skipped), "pruned": dict(left_out),
+        "untried": outcome.untried, "stopped": outcome.stopped, "seconds": round(outcome.elapsed, 1), **about,
+    }  # fmt: skip
 
 
 def save(gpu: str, new: Sequence[Entry], directory: Path, keep: Callable[[Entry], bool] = lambda data: True) -> Path:

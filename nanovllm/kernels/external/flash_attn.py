@@ -58,36 +58,20 @@ _VLLM = "vllm.vllm_flash_attn.flash_attn_interface", ("flash_attn_varlen_func",)
 # In the order in which they are tried.
 VARIANTS = (
     Variant(
-        "FlashAttention 3 (flash_attn_interface)",
-        "flash_attn_interface",
-        "flash_attn_interface",
-        ("flash_attn_with_kvcache",),
-        "flash-attn-3",
-        (9,),
-        1,
+        "FlashAttention 3 (flash_attn_interface)", "flash_attn_interface", "flash_attn_interface",
+        ("flash_attn_with_kvcache",), "flash-attn-3", (9,), 1,
     ),
     Variant("FlashAttention 3 (vLLM)", "vllm3", *_VLLM, (9,), 16),
     Variant(
-        "FlashAttention 4 (flash_attn.cute)",
-        "flash_attn.cute",
-        "flash_attn.cute",
-        ("flash_attn_varlen_func",),
-        "flash-attn-4",
-        (10, 11),
-        128,
-        max_head_dim=128,
+        "FlashAttention 4 (flash_attn.cute)", "flash_attn.cute", "flash_attn.cute", ("flash_attn_varlen_func",),
+        "flash-attn-4", (10, 11), 128, max_head_dim=128,
     ),
     Variant(
-        "FlashAttention 2 (flash_attn)",
-        "flash_attn",
-        "flash_attn",
-        ("flash_attn_varlen_func", "flash_attn_with_kvcache"),
-        "flash-attn",
-        (8, 9, 10, 11, 12),
-        256,
+        "FlashAttention 2 (flash_attn)", "flash_attn", "flash_attn",
+        ("flash_attn_varlen_func", "flash_attn_with_kvcache"), "flash-attn", (8, 9, 10, 11, 12), 256,
     ),
     Variant("FlashAttention 2 (vLLM)", "vllm2", *_VLLM, (8, 9, 10, 11, 12), 16),
-)
+)  # fmt: skip
 
 
 @cache

@@ -11,13 +11,6 @@ from nanovllm.kernels.extra.linear_bias_act import linear_bias_act
 from nanovllm.kernels.extra.softmax import softmax
 
 __all__ = [
-    "attention_dense",
-    "element_wise_mul_add",
-    "fused_activation",
-    "fused_add_gelu",
-    "gated_mlp",
-    "layer_norm",
-    "layernorm_residual_dropout_gelu",
-    "linear_bias_act",
-    "softmax",
-]
+    "attention_dense", "element_wise_mul_add", "fused_activation", "fused_add_gelu", "gated_mlp", "layer_norm",
+    "layernorm_residual_dropout_gelu", "linear_bias_act", "softmax",
+]  # fmt: skip

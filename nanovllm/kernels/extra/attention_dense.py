@@ -47,24 +47,16 @@ def _fake(q, k, v, visible, scale, tokens=None, window=None, soft_cap=None):
 
 @op(
     arguments={
-        "q": "[batch, num_heads, queries, head_dim]",
-        "k": "[batch, num_kv_heads, length, head_dim]",
-        "v": "[batch, num_kv_heads, length, head_dim]",
-        "visible": "int32[batch, queries]",
+        "q": "[batch, num_heads, queries, head_dim]", "k": "[batch, num_kv_heads, length, head_dim]",
+        "v": "[batch, num_kv_heads, length, head_dim]", "visible": "int32[batch, queries]",
         "tokens": "int32[batch, length]",
     },
     inputs=Inputs(
         _inputs,
         needs=_needs,
         small=[
-            (1, 1, 1, 1, 1, 64),
-            (2, 1, 33, 4, 2, 64),
-            (3, 1, 64, 6, 2, 80, 20),
-            (2, 5, 5, 4, 1, 64),
-            (2, 19, 40, 4, 2, 64, 6),
-            (3, 12, 12, 4, 2, 64, 5),
-            (1, 66, 66, 2, 2, 128),
-            (0, 1, 4, 2, 1, 64),
+            (1, 1, 1, 1, 1, 64), (2, 1, 33, 4, 2, 64), (3, 1, 64, 6, 2, 80, 20), (2, 5, 5, 4, 1, 64),
+            (2, 19, 40, 4, 2, 64, 6), (3, 12, 12, 4, 2, 64, 5), (1, 66, 66, 2, 2, 128), (0, 1, 4, 2, 1, 64),
         ],
         # Qwen3-0.6B's heads, then Qwen3-8B's.
         decode=[(1, 1, 1024, 16, 8, 128), (32, 1, 1024, 16, 8, 128), (32, 1, 1024, 32, 8, 128)],
@@ -76,7 +68,7 @@ def _fake(q, k, v, visible, scale, tokens=None, window=None, soft_cap=None):
     fake=_fake,
     # As attention over the paged cache.
     tolerance={torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2},
-)
+)  # fmt: skip
 def attention_dense(
     q: torch.Tensor,
     k: torch.Tensor,

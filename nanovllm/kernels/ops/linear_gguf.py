@@ -9,15 +9,8 @@ from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, dequantise_gguf, gguf_p
 
 _NAMES = {t.type_id: t.name for t in GGUF_TYPES.values()}
 _SPREAD = {
-    "Q4_0": 4.6,
-    "Q4_1": 4.6,
-    "Q5_0": 9.2,
-    "Q5_1": 9.2,
-    "Q8_0": 74.0,
-    "Q4_K": 170.0,
-    "Q5_K": 340.0,
-    "Q6_K": 1370.0,
-}
+    "Q4_0": 4.6, "Q4_1": 4.6, "Q5_0": 9.2, "Q5_1": 9.2, "Q8_0": 74.0, "Q4_K": 170.0, "Q5_K": 340.0, "Q6_K": 1370.0,
+}  # fmt: skip
 """The standard deviation of a random weight of each type over its scale d."""
 
 

@@ -52,20 +52,11 @@ def _cost(positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, *we
     fake=lambda positions, q, *args, **kwargs: torch.empty_like(q),
 )
 def qk_norm_rope_store(
-    positions: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    q_weight: torch.Tensor | None = None,
-    k_weight: torch.Tensor | None = None,
-    eps: float = 0.0,
-    k_scale: torch.Tensor | None = None,
+    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin_cache: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor, q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None, eps: float = 0.0, k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """`qk_norm_rope`, or without weights `rotary_embedding`, and then `store_kvcache` of the rotated k and of v.
 
     Args:

@@ -93,25 +93,17 @@ def _compare(got, arguments, dtype):
 
 @op(
     arguments={
-        "logits": "[rows, vocab_size]",
-        "temperature": "float32[rows]",
-        "top_k": "int32[rows]",
-        "top_p": "float32[rows]",
-        "min_p": "float32[rows]",
-        "seeds": "int64[rows]",
-        "positions": "int64[rows]",
+        "logits": "[rows, vocab_size]", "temperature": "float32[rows]", "top_k": "int32[rows]",
+        "top_p": "float32[rows]", "min_p": "float32[rows]", "seeds": "int64[rows]", "positions": "int64[rows]",
     },
     inputs=Inputs(
-        _inputs,
-        small=[(1, 1), (5, 100), (3, 1000, 1), (0, 50), (9, 777, 1)],
-        decode=[(1, 151936), (64, 151936), (256, 151936), (64, 151936, 1)],
-        large=[(512, 151936)],
-        scales=(1.0, 20.0),
+        _inputs, small=[(1, 1), (5, 100), (3, 1000, 1), (0, 50), (9, 777, 1)],
+        decode=[(1, 151936), (64, 151936), (256, 151936), (64, 151936, 1)], large=[(512, 151936)], scales=(1.0, 20.0),
     ),
     cost=_cost,
     compare=_compare,
     fake=lambda logits, *args, **kwargs: logits.new_empty(logits.shape[0], dtype=torch.int64),
-)
+)  # fmt: skip
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,

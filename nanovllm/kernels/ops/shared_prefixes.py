@@ -19,17 +19,9 @@ SHARED_ARGUMENTS = {
 
 
 def shared_inputs(
-    t: Tensors,
-    num_seqs: int,
-    num_groups: int,
-    shared: int,
-    least: int,
-    most: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-) -> dict[str, Any]:
+    t: Tensors, num_seqs: int, num_groups: int, shared: int, least: int, most: int, num_heads: int, num_kv_heads: int,
+    head_dim: int, block_size: int,
+) -> dict[str, Any]:  # fmt: skip
     """Arguments of `attention_decode_shared`. Blocks are shuffled, and slots that no sequence uses are NaN.
 
     The first group shares `shared` blocks, the next one less, and so on. Every fifth sequence is in no group. Each

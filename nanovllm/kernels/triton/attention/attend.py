@@ -77,23 +77,10 @@ def fp8_queries(q):
 
 @triton.jit
 def load_tile(
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    block,
-    tile,
-    first_token,
-    end_token,
-    stride_block,
-    stride_slot,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    FP8: tl.constexpr,
-    WHOLE: tl.constexpr,
+    k_ptr, v_ptr, table_ptr, block, tile, first_token, end_token, stride_block, stride_slot, BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_PAD: tl.constexpr, FP8: tl.constexpr, WHOLE: tl.constexpr,
     FRESH: tl.constexpr = False,
-):
+):  # fmt: skip
     """A tile's keys and values, and which of its tokens are in [first_token, end_token): k, v [TILE, words], live
     [TILE].
 
@@ -165,20 +152,9 @@ def attend_tile(
 
 @triton.jit
 def attend_fp8_tile(
-    q_even,
-    q_odd,
-    scale,
-    k,
-    v,
-    live,
-    acc,
-    acc_odd,
-    m,
-    total,
-    SOFT_CAP: tl.constexpr,
-    WHOLE: tl.constexpr,
+    q_even, q_odd, scale, k, v, live, acc, acc_odd, m, total, SOFT_CAP: tl.constexpr, WHOLE: tl.constexpr,
     EMPTY: tl.constexpr = False,
-):
+):  # fmt: skip
     k_even, k_odd = fp8_pair(tl.trans(k))
     scores = tl.dot(q_even, k_even.to(q_even.dtype), input_precision="ieee")
     scores = tl.dot(q_odd, k_odd.to(q_odd.dtype), scores, input_precision="ieee") * scale

@@ -141,18 +141,9 @@ def store_partial(acc_ptr, ml_ptr, index, acc, m, total, GROUP: tl.constexpr, HE
 
 @triton.jit
 def merge_partials(
-    acc_ptr,
-    ml_ptr,
-    first,
-    step,
-    count,
-    GROUP: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-    EMPTY: tl.constexpr = False,
-):
+    acc_ptr, ml_ptr, first, step, count, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, CHUNK: tl.constexpr, EMPTY: tl.constexpr = False,
+):  # fmt: skip
     """The merged output [GROUP_PAD, DIM_PAD] of `count` partials; partial i has the slot first + i * step.
 
     EMPTY: a row may have found nothing in a piece, and if in none it gets zeros.

@@ -66,16 +66,9 @@ def qk_norm_rope_attention(
 
 
 def attention_decode_shared(
-    q: torch.Tensor,
-    kv: PagedKV,
-    shared: SharedPrefixes,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    *,
-    plan: SharedPlan | None = None,
-    rest: DecodePlan | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, kv: PagedKV, shared: SharedPrefixes, scale: float, window: int | None = None,
+    soft_cap: float | None = None, *, plan: SharedPlan | None = None, rest: DecodePlan | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The op `attention_decode_shared`: a pass over what groups share, a pass over the rest, which merges the two.
 
     Args:
@@ -92,17 +85,9 @@ def attention_decode_shared(
 
 
 def qk_norm_rope_attention_shared(
-    q: torch.Tensor,
-    new: NewTokens,
-    kv: PagedKV,
-    shared: SharedPrefixes,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    *,
-    plan: SharedPlan | None = None,
-    rest: DecodePlan | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, new: NewTokens, kv: PagedKV, shared: SharedPrefixes, scale: float, window: int | None = None,
+    soft_cap: float | None = None, *, plan: SharedPlan | None = None, rest: DecodePlan | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The op `qk_norm_rope_attention_shared`, as `attention_decode_shared`.
 
     Both passes normalise and rotate their own queries.

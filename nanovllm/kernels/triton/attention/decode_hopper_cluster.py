@@ -84,16 +84,9 @@ def _sums(exchange, CLUSTER: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.con
 
 @gluon.jit
 def _put(
-    exchange,
-    slot,
-    acc,
-    m,
-    total,
-    REMOTE: gl.constexpr,
-    CLUSTER: gl.constexpr,
-    GROUP: gl.constexpr,
+    exchange, slot, acc, m, total, REMOTE: gl.constexpr, CLUSTER: gl.constexpr, GROUP: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-):
+):  # fmt: skip
     """acc [8, HEAD_DIM], m, total [8] into a slot; the first GROUP rows count.
 
     m and total are in all 16 lanes that have a row, and with 8 warps the upper four have again what the lower four

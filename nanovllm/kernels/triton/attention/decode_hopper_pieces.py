@@ -16,19 +16,9 @@ def _plus(a, b):
 
 @gluon.jit
 def find_piece(
-    program,
-    num_programs,
-    lens_ptr,
-    num_seqs,
-    most_pieces,
-    least,
-    NEW: gl.constexpr,
-    SEQS_PAD: gl.constexpr,
-    TILE: gl.constexpr,
-    EMPTY_LAST: gl.constexpr,
-    CLUSTER: gl.constexpr,
-    WINDOW: gl.constexpr,
-):
+    program, num_programs, lens_ptr, num_seqs, most_pieces, least, NEW: gl.constexpr, SEQS_PAD: gl.constexpr,
+    TILE: gl.constexpr, EMPTY_LAST: gl.constexpr, CLUSTER: gl.constexpr, WINDOW: gl.constexpr,
+):  # fmt: skip
     """-> (seq, its length, its first piece, this program's, tiles in a piece at most); seq is -1 for a program without
     a piece.
 

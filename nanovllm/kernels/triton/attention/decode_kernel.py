@@ -174,21 +174,9 @@ def decode_kernel(
             start = None
             if SHARED:
                 start = shared_start(
-                    shared_acc_ptr,
-                    shared_ml_ptr,
-                    shared_counts_ptr,
-                    seq,
-                    head,
-                    num_seqs,
-                    num_heads,
-                    tl.where(index == 0, shared, 0),
-                    GROUP,
-                    GROUP_PAD,
-                    ROWS,
-                    HEAD_DIM,
-                    DIM_PAD,
-                    CHUNK,
-                )
+                    shared_acc_ptr, shared_ml_ptr, shared_counts_ptr, seq, head, num_seqs, num_heads,
+                    tl.where(index == 0, shared, 0), GROUP, GROUP_PAD, ROWS, HEAD_DIM, DIM_PAD, CHUNK,
+                )  # fmt: skip
             if ROTATE:
                 # Every program has the new token, and one makes use of it: a branch would wait for the queries before
                 # it loads.
@@ -208,19 +196,9 @@ def decode_kernel(
                 new_v = quantised(new_v, v_scale_ptr, head, k_ptr.dtype.element_ty, V_SCALES, FP8)
                 mine = (index == pieces - 1) & (length > 0)
                 store_new_token(
-                    new_k,
-                    new_v,
-                    k_ptr,
-                    v_ptr,
-                    new_block,
-                    position,
-                    mine,
-                    stride_block,
-                    stride_slot,
-                    BLOCK_SIZE,
-                    HEAD_DIM,
-                    FP8,
-                )
+                    new_k, new_v, k_ptr, v_ptr, new_block, position, mine, stride_block, stride_slot, BLOCK_SIZE,
+                    HEAD_DIM, FP8,
+                )  # fmt: skip
                 if RELEASE:
                     if mine:
                         # A kernel like this one may come next, and read the token before it waits.

@@ -11,19 +11,9 @@ import triton.language as tl
 
 @triton.jit
 def find_piece(
-    piece,
-    lens_ptr,
-    shared_lens_ptr,
-    num_seqs,
-    PIECES: tl.constexpr,
-    LEAST: tl.constexpr,
-    SEQS_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SHARED: tl.constexpr,
-    NEW: tl.constexpr,
-    FRESH: tl.constexpr,
-):
+    piece, lens_ptr, shared_lens_ptr, num_seqs, PIECES: tl.constexpr, LEAST: tl.constexpr, SEQS_PAD: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SHARED: tl.constexpr, NEW: tl.constexpr, FRESH: tl.constexpr,
+):  # fmt: skip
     """-> (seq, its length, its first piece, tiles in a piece at most); seq is -1 for a piece that there is not.
 
     No piece has more than `share` tiles, total / PIECES rounded up or LEAST, so there are fewer than num_seqs + PIECES

@@ -24,18 +24,10 @@ from nanovllm.kernels.triton.rows.move_rows import num_scales
 
 
 def attention_prefill(
-    q: torch.Tensor,
-    kv: PagedKV,
-    cu_seqlens_q: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    *,
-    plan: PrefillPlan | HopperPrefillPlan | None = None,
-    concurrent: bool = False,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: torch.Tensor, kv: PagedKV, cu_seqlens_q: torch.Tensor, max_query_len: int, scale: float,
+    window: int | None = None, soft_cap: float | None = None, *, plan: PrefillPlan | HopperPrefillPlan | None = None,
+    concurrent: bool = False, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The op `attention_prefill`.
 
     Args:
@@ -100,32 +92,10 @@ def _launch_anywhere(
     rows = max(plan.rows, next_power_of_2(group))
     fp8 = kv.k_cache.element_size() == 1
     prefill_kernel[kv.num_kv_heads, num_tokens // (rows // group) + kv.num_seqs](
-        out,
-        q,
-        *(cache.view(torch.int8) if fp8 else cache for cache in (kv.k_cache, kv.v_cache)),
-        kv.block_table,
-        cu_seqlens_q,
-        kv.context_lens,
-        kv.k_scale,
-        kv.v_scale,
-        kv.num_seqs,
-        *q.stride()[:2],
-        *kv.k_cache.stride()[:3],
-        kv.block_table.stride(0),
-        scale * LOG2E,
-        SEQS_PAD=padded_count(kv.num_seqs),
-        GROUP=group,
-        ROWS=rows,
-        HEAD_DIM=head_dim,
-        DIM_PAD=next_power_of_2(head_dim),
-        BLOCK_SIZE=kv.block_size,
-        TILE=plan.tile,
-        SOFT_CAP=soft_cap or 0.0,
-        WINDOW=window or 0,
-        FP8=fp8,
-        K_SCALES=num_scales(kv.k_scale),
-        V_SCALES=num_scales(kv.v_scale),
-        STAGES=plan.stages,
-        num_warps=plan.warps,
-        num_stages=plan.stages,
-    )
+        out, q, *(cache.view(torch.int8) if fp8 else cache for cache in (kv.k_cache, kv.v_cache)), kv.block_table,
+        cu_seqlens_q, kv.context_lens, kv.k_scale, kv.v_scale, kv.num_seqs, *q.stride()[:2], *kv.k_cache.stride()[:3],
+        kv.block_table.stride(0), scale * LOG2E, SEQS_PAD=padded_count(kv.num_seqs), GROUP=group, ROWS=rows,
+        HEAD_DIM=head_dim, DIM_PAD=next_power_of_2(head_dim), BLOCK_SIZE=kv.block_size, TILE=plan.tile,
+        SOFT_CAP=soft_cap or 0.0, WINDOW=window or 0, FP8=fp8, K_SCALES=num_scales(kv.k_scale),
+        V_SCALES=num_scales(kv.v_scale), STAGES=plan.stages, num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip

@@ -184,25 +184,10 @@ def shared_kernel(
         # The blocks are the same for all of the group: its first sequence's table is read.
         row = tl.load(group_rows_ptr + first).to(tl.int64)
         acc, m, total = attend(
-            q,
-            k_ptr + head * stride_head,
-            v_ptr + head * stride_head,
-            table_ptr + row * table_stride,
-            first_tile,
-            end_tile,
-            0,
-            group_tokens,
-            stride_block,
-            stride_slot,
-            scale,
-            BLOCK_SIZE,
-            TILE,
-            HEAD_DIM,
-            SOFT_CAP,
-            STAGES,
-            FP8,
-            WHOLE=BLOCK_SIZE % TILE == 0,
-        )
+            q, k_ptr + head * stride_head, v_ptr + head * stride_head, table_ptr + row * table_stride, first_tile,
+            end_tile, 0, group_tokens, stride_block, stride_slot, scale, BLOCK_SIZE, TILE, HEAD_DIM, SOFT_CAP, STAGES,
+            FP8, WHOLE=BLOCK_SIZE % TILE == 0,
+        )  # fmt: skip
         ml = ml_ptr + (2 * piece * num_seqs + seqs).to(tl.int64) * num_heads + heads
         tl.store(ml, m, mask=live)
         tl.store(ml + num_seqs.to(tl.int64) * num_heads, total, mask=live)

@@ -137,18 +137,10 @@ def all_reduce_add_rms_norm(
 
 
 def _launch(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    y: torch.Tensor,
-    total: torch.Tensor | None,
-    places: _Places,
-    rows: int,
-    stride: int,
-    residual_stride: int,
-    eps: float,
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor,
+    total: torch.Tensor | None, places: _Places, rows: int, stride: int, residual_stride: int, eps: float,
     group: RankGroup,
-) -> None:
+) -> None:  # fmt: skip
     assert places.memory is not None
     width, norm, nbytes = x.shape[-1], total is not None, x.dtype.itemsize
     block = next_power_of_2(width)

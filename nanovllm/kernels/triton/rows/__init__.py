@@ -12,19 +12,7 @@ from nanovllm.kernels.triton.rows.rotary import qk_norm_rope, qk_norm_rope_store
 from nanovllm.kernels.triton.rows.softmax import softmax
 
 __all__ = [
-    "add_rms_norm",
-    "element_wise_mul_add",
-    "embedding",
-    "fused_activation",
-    "fused_add_gelu",
-    "gelu_and_mul",
-    "layer_norm",
-    "layernorm_residual_dropout_gelu",
-    "qk_norm_rope",
-    "qk_norm_rope_store",
-    "rms_norm",
-    "rotary_embedding",
-    "silu_and_mul",
-    "softmax",
-    "store_kvcache",
-]
+    "add_rms_norm", "element_wise_mul_add", "embedding", "fused_activation", "fused_add_gelu", "gelu_and_mul",
+    "layer_norm", "layernorm_residual_dropout_gelu", "qk_norm_rope", "qk_norm_rope_store", "rms_norm",
+    "rotary_embedding", "silu_and_mul", "softmax", "store_kvcache",
+]  # fmt: skip
