@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -99,12 +100,16 @@ class Stack:
     def remember(self) -> None:
         """What the modules are now is what the loop stands for."""
         parts = [module for layer in self._layers for module in layer.modules()]
-        self._children = [(m._modules, name, child) for m in parts for name, child in m._modules.items()]
-        self._hooks = [(m._forward_hooks, m._forward_pre_hooks) for m in parts]
-        self._forwards = [(m.__dict__, forward_slot(m), m.__dict__.get(forward_slot(m))) for m in parts]
-        self._parameters = [
-            (m._parameters, name, p, p.data_ptr()) for m in parts for name, p in m._parameters.items() if p is not None
-        ]
+        self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._children = [m._modules for m in parts if m._modules]
+        self._children_then = [dict(children) for children in self._children]
+        self._attributes, self._slots_of = [m.__dict__ for m in parts], [forward_slot(m) for m in parts]
+        self._forwards = list(map(dict.get, self._attributes, self._slots_of))
+        self._held = [m._parameters for m in parts if m._parameters]
+        self._parameters = [p for m in parts for p in m._parameters.values()]
+        self._ids = list(map(id, self._parameters))
+        self._known = [p for p in self._parameters if p is not None]
+        self._addresses = list(map(Tensor.data_ptr, self._known))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of the model has other weights: it runs without the loop."""
@@ -171,19 +176,14 @@ class Stack:
 
     def _unchanged(self) -> bool:
         """Whether modules, forwards and weights are those that the loop stands for, and no hook wants to be called."""
-        for of, name, child in self._children:  # loops, since they run in every step
-            if of[name] is not child:
-                return False
-        for after, before in self._hooks:
-            if after or before:
-                return False
-        for of, name, forward in self._forwards:
-            if of.get(name) is not forward:
-                return False
-        for held, name, parameter, address in self._parameters:
-            if held[name] is not parameter or parameter.data_ptr() != address:
-                return False
-        return not torch.nn.modules.module._has_any_global_hook()
+        return (  # without a loop in Python, since it runs in every step
+            not any(self._hooks)
+            and not torch.nn.modules.module._has_any_global_hook()
+            and self._children == self._children_then
+            and list(map(dict.get, self._attributes, self._slots_of)) == self._forwards
+            and list(map(id, chain.from_iterable(map(dict.values, self._held)))) == self._ids
+            and list(map(Tensor.data_ptr, self._known)) == self._addresses
+        )
 
     def capture(self, warm_up: Callable[[], Any], fn: Callable[[], None]) -> Any:
         """What `fn` launches as a CUDA graph. `warm_up` runs before it, on the stream of the capture.
