@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import GPUS, Json, Wide, new_table, print_wide
+from nanovllm.cli.kernels_common import GPUS, Json, Wide
+from nanovllm.cli.text_table import print_table
 from nanovllm.console import Column, Rows
 from nanovllm.json_output import write_json
 
@@ -74,10 +75,8 @@ _PRESETS_NOTE = "Presets: what programs sustain, of the data sheet. An H200's ar
 
 def _print(models: list[DeviceModel]) -> None:
     """One row a property."""
-    table = new_table("", *(m.name for m in models))
-    for name, cells in rows(models):
-        table.add_row(name, *cells)
-    print_wide(table)
+    head = ["", *(m.name for m in models)]
+    print_table(head, [(name, *cells) for name, cells in rows(models)], head, wide=True)
     if any(m.measured for m in models):
         print("* measured on this GPU; the rest as the driver says, or of the preset")
     else:
@@ -118,7 +117,3 @@ def rows(models: list[DeviceModel]) -> list[tuple[str, list[str]]]:
         found.append(row(f"{dtype} products, TFLOP/s of data sheet", rate, f"matmul[{dtype}]"))
         found.append(row("  ridge, flops a byte", lambda m, d=dtype: f"{m.ridge(d):.0f}" if d in m.matmul else "-"))
     return found
-
-
-if __name__ == "__main__":
-    app()

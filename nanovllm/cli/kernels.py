@@ -12,6 +12,7 @@ from nanovllm.cli.kernels_bench import bench
 from nanovllm.cli.kernels_exchange import export_op, import_solutions
 from nanovllm.cli.kernels_show import show
 from nanovllm.cli.kernels_verify import verify
+from nanovllm.cli.text_table import print_table
 from nanovllm.console import Column, Rows
 from nanovllm.json_output import write_json
 
@@ -47,13 +48,9 @@ def list_kernels(
     if write_json(json_file, rows):
         return
     if wide:
-        table = common.new_table("op", "provider", "rank", "available", "architectures", title=title)
-        for row in rows:
-            table.add_row(
-                row["op"], row["provider"], str(row["rank"] or ""), row["reason"] or "yes", row["architectures"],
-                style="bold" if row["chosen"] else None,
-            )  # fmt: skip
-        common.print_wide(table)
+        head = "op", "provider", "rank", "available", "architectures"
+        cells = [(r["op"], r["provider"], str(r["rank"] or ""), r["reason"] or "yes", r["architectures"]) for r in rows]
+        print_table(head, cells, head, title, wide=True)
     elif op is None:
         _print_ops(rows, title)
     else:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
+from nanovllm.cli.text_table import print_table
 from nanovllm.console import Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 
@@ -70,7 +71,10 @@ def bench(
     document = _bench_document(where, results)
     if not write_json(json_file, document):
         if table is None:
-            common.print_wide(wide_table(where, results))
+            heads, rows = wide_table(results)
+            print_table(heads, rows, (*heads[:3], heads[-1]), _title(where), wide=True)
+            if any(m.without_plan for m in results):
+                print(_WITHOUT_PLAN_NOTE)
         else:
             table.end()
         _warn_of_slow_choices(ops, results, where, origins)
@@ -183,28 +187,22 @@ def _title(where: torch.device) -> str:
     return title
 
 
-def wide_table(where: torch.device, results: list[Measurement]) -> Any:
-    """A rich table with every figure of each measurement."""
-    table = common.new_table(
-        "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how",
-        title=_title(where),
-    )  # fmt: skip
-    if any(m.without_plan for m in results):
-        table.caption = _WITHOUT_PLAN_NOTE
+def wide_table(results: list[Measurement]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """(headings, a row of every figure for each measurement)."""
+    heads = "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how"
+    rows: list[Sequence[str]] = []
     for m in results:
         if m.timing is None:
-            table.add_row(m.op, str(m.case), m.provider, "", "", "", "", "", "", "", m.reason)
+            rows.append((m.op, str(m.case), m.provider, *[""] * 7, m.reason or ""))
             continue
         t = m.timing
-        table.add_row(
+        rows.append((
             m.op, str(m.case), m.provider, f"{1e6 * t.median:.2f}", f"{1e6 * t.p20:.2f}-{1e6 * t.p80:.2f}",
             f"{m.bytes / t.median / 1e12:.2f}", f"{m.flops / t.median / 1e12:.1f}",
-            "" if m.share is None else f"{m.share:.0%}",
-            "" if m.copy is None else f"{m.copy / t.median:.0%}",
-            "" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.1f}",
-            m.method + (", cold" if m.cold else ""),
-        )  # fmt: skip
-    return table
+            "" if m.share is None else f"{m.share:.0%}", "" if m.copy is None else f"{m.copy / t.median:.0%}",
+            "" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.1f}", m.method + (", cold" if m.cold else ""),
+        ))  # fmt: skip
+    return heads, rows
 
 
 def _warn_of_slow_choices(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -120,19 +120,3 @@ def plain(dtype: torch.dtype) -> str:
 def wrapped(text: str, width: int) -> list[str]:
     """The text in lines of at most `width` characters; words are not cut."""
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def new_table(*columns: str, title: str | None = None) -> Any:
-    from rich.table import Table
-
-    return Table(*columns, title=title)
-
-
-def print_wide(table: Any) -> None:
-    """Print a table in its full width: no cell is cut or folded."""
-    from rich.console import Console
-    from rich.measure import Measurement
-
-    console = Console(width=10000)
-    console.width = Measurement.get(console, console.options, table).maximum
-    console.print(table, soft_wrap=True)

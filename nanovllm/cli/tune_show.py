@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.cli.kernels_common import new_table, print_wide
+from nanovllm.cli.text_table import print_table
 from nanovllm.console import WIDTH, Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.kernels.op.declaration import written
@@ -81,12 +81,13 @@ def show_configurations(op: str | None, device: str, named: str | None, wide: bo
         return
     title = f"kernel configurations on {gpu or 'cpu'}"
     if wide:
-        table = new_table("tunable", "ops", "chosen by", "configuration", "in force", "not used", title=title)
+        cells = []
         for r in rows:
             stale = "; ".join(f"{n}: {reason}" for reason, n in r["stale"].items())
-            cells = ", ".join(r["ops"]), ", ".join(r["key"]), "; ".join(r["parameters"]), _in_force(r), stale
-            table.add_row(r["tunable"], *cells)
-        print_wide(table)
+            texts = map(", ".join, (r["ops"], r["key"]))
+            cells.append((r["tunable"], *texts, "; ".join(r["parameters"]), _in_force(r), stale))
+        head = "tunable", "ops", "chosen by", "configuration", "in force", "not used"
+        print_table(head, cells, head, title, wide=True)
     else:
         narrow = Rows(Column("tunable", 24), Column("ops", 22), Column("in force", 32), title=title)
         for r in rows:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+
+from nanovllm.hardware.measured_rates import least
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,15 @@ def measure_cpu(dtypes: tuple[str, ...] = ("float32",), cache_bytes: int = 1 << 
     """
     large, small, one = torch.ones(32 << 20), torch.ones(cache_bytes // 8), torch.ones(1)  # large: 128 MiB
     target, into = torch.empty_like(large), torch.empty_like(small)
-    copy = 2 * large.nbytes / _least(lambda: target.copy_(large), 6)
-    launch = _least(lambda: one + one, 400)
-    cached = 2 * small.nbytes / max(1e-9, _least(lambda: into.copy_(small), 200) - launch)
+    copy = 2 * large.nbytes / least([lambda: target.copy_(large)])
+    launch = least([lambda: one + one], 400)
+    cached = 2 * small.nbytes / max(1e-9, least([lambda: into.copy_(small)], 200) - launch)
     # Arithmetic as the cost model counts it: an exponential counts 8.
-    vector = 8 * small.numel() / max(1e-9, _least(lambda: torch.exp(small, out=into), 100) - launch)
+    vector = 8 * small.numel() / max(1e-9, least([lambda: torch.exp(small, out=into)], 100) - launch)
     matmul = {}
     for dtype in dtypes:
         a, b = (torch.randn(512, 512).to(getattr(torch, dtype)) for _ in range(2))
-        matmul[dtype] = 2 * 512**3 / _least(partial(torch.matmul, a, b), 10)
+        matmul[dtype] = 2 * 512**3 / least([partial(torch.matmul, a, b)], 10)
     threads = torch.get_num_threads()
     name = f"cpu, {threads} of {os.cpu_count()} threads"
     return CpuModel(name, copy, 4 * cache_bytes, max(cached, copy), launch, vector, matmul, threads)
-
-
-def _least(call: Callable[[], object], repeats: int) -> float:
-    """The shortest time in seconds: other programs only ever add to it."""
-    best = float("inf")
-    for _ in range(repeats):
-        started = time.perf_counter()
-        call()
-        best = min(best, time.perf_counter() - started)
-    return best

@@ -2,9 +2,8 @@
 
 Shapes, dtypes and strides are known to the host. To check them costs a few microseconds, and they are always checked.
 The values in block tables, lengths, positions, slots, token ids and sampling parameters are checked where
-`values_checked`
-says so: always on a CPU. A CUDA tensor's values are known to the device only, and a check has to wait for it. So there
-they are checked only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
+`values_checked` says so: always on a CPU. A CUDA tensor's values are known to the device only, and a check has to wait
+for it. So there they are checked only with NANOVLLM_CHECK=1, and not while a CUDA graph is being captured.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def check_caches(k_cache: torch.Tensor, v_cache: torch.Tensor, num_kv_heads: int
     if k_cache.dim() != 4 or k_cache.shape[3] != head_dim or num_kv_heads not in (None, k_cache.shape[2]):
         heads = "num_kv_heads" if num_kv_heads is None else num_kv_heads
         raise ValueError(
-            f"k_cache: expected [num_blocks, block_size, {heads}, {head_dim}], got {list(k_cache.shape)}; the layout"
-            f" is "
-            "blocks, then slots, then heads"
+            f"k_cache: expected [num_blocks, block_size, {heads}, {head_dim}], got {list(k_cache.shape)}; the layout "
+            "is blocks, then slots, then heads"
         )
     if v_cache.shape != k_cache.shape or v_cache.dtype != k_cache.dtype or v_cache.stride() != k_cache.stride():
         raise ValueError(
@@ -130,9 +128,8 @@ def check_query_tokens(
     num_tokens, num_seqs = q.shape[0], kv.num_seqs
     if num_tokens != num_seqs and (not num_seqs or not num_tokens or num_tokens % num_seqs):
         raise ValueError(
-            f"q: expected [n * {num_seqs}, num_heads, head_dim], the same number n of query tokens, at least 1, for"
-            f" each "
-            f"of the {num_seqs} sequences of context_lens and block_table, got {list(q.shape)}"
+            f"q: expected [n * {num_seqs}, num_heads, head_dim], the same number n of query tokens, at least 1, for "
+            f"each of the {num_seqs} sequences of context_lens and block_table, got {list(q.shape)}"
         )
     if values_checked(q.device):
         check_attention_values(kv)

@@ -1,5 +1,7 @@
 """Linear layers whose weights are stored in 4 or 8 bits, with a scale and a zero point for each group of columns."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 
@@ -96,36 +98,32 @@ def _cost(x, weight, scale, zero=None, bias=None):
     return Cost(moved, 2 * rows * weight.shape[0] * x.shape[-1])
 
 
-_ANY_FLOAT = "float16[outputs, groups] | bfloat16[outputs, groups] | float32[outputs, groups]"
-_VARIANTS = [{}, {"zero": None}]
-# Output and down projections of Qwen3-0.6B and 8B.
-_DECODE = [(1, 1024, 2048), (8, 1024, 3072), (1, 4096, 4096), (8, 4096, 4096), (1, 4096, 12288), (32, 4096, 12288)]
-# Chunks of prompts.
-_LARGE = [(2048, 1024, 3072), (8192, 4096, 4096)]
+_ARGUMENTS = {
+    "x": "[..., size]", "weight": "uint8[outputs, size]",
+    "scale": "float16[outputs, groups] | bfloat16[outputs, groups] | float32[outputs, groups]",
+    "zero": "uint8[outputs, groups]", "bias": "[outputs]",
+}  # fmt: skip
+_INPUTS = Inputs(
+    _inputs_int8,
+    needs=_needs,
+    small=[
+        (1, 1, 1, 1), (1, 37, 1024), (2, 9, 96, 32), (5, 136, 640), (0, 8, 16, 16), (9, 48, 64, 64), (17, 130, 384),
+        (33, 64, 120, 24), (3, 24, 125, 125),
+    ],
+    # Output and down projections of Qwen3-0.6B and 8B.
+    decode=[(1, 1024, 2048), (8, 1024, 3072), (1, 4096, 4096), (8, 4096, 4096), (1, 4096, 12288), (32, 4096, 12288)],
+    large=[(2048, 1024, 3072), (8192, 4096, 4096)],  # chunks of prompts
+    variants=[{}, {"zero": None}],
+    scales=(1.0, 50.0),
+)  # fmt: skip
+_EVEN_SIZES = [(1, 1, 2, 2), *_INPUTS.small[1:-1], (3, 24, 250, 125)]
 
 
 @op(
-    arguments={
-        "x": "[..., 2*half]",
-        "weight": "uint8[outputs, half]",
-        "scale": _ANY_FLOAT,
-        "zero": "uint8[outputs, groups]",
-        "bias": "[outputs]",
-    },
-    inputs=Inputs(
-        _inputs_int4,
-        needs=_needs_even,
-        small=[
-            (1, 1, 2, 2), (1, 37, 1024), (2, 9, 96, 32), (5, 136, 640), (0, 8, 16, 16), (9, 48, 64, 64), (17, 130, 384),
-            (33, 64, 120, 24), (3, 24, 250, 125),
-        ],
-        decode=_DECODE,
-        large=_LARGE,
-        variants=_VARIANTS,
-        scales=(1.0, 50.0),
-    ),
+    arguments={**_ARGUMENTS, "x": "[..., 2*half]", "weight": "uint8[outputs, half]"},
+    inputs=replace(_INPUTS, make=_inputs_int4, needs=_needs_even, small=_EVEN_SIZES),
     cost=_cost,
-)  # fmt: skip
+)
 def linear_int4(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -153,28 +151,7 @@ def linear_int4(
     return F.linear(x, w.to(x.dtype), bias)
 
 
-@op(
-    arguments={
-        "x": "[..., size]",
-        "weight": "uint8[outputs, size]",
-        "scale": _ANY_FLOAT,
-        "zero": "uint8[outputs, groups]",
-        "bias": "[outputs]",
-    },
-    inputs=Inputs(
-        _inputs_int8,
-        needs=_needs,
-        small=[
-            (1, 1, 1, 1), (1, 37, 1024), (2, 9, 96, 32), (5, 136, 640), (0, 8, 16, 16), (9, 48, 64, 64), (17, 130, 384),
-            (33, 64, 120, 24), (3, 24, 125, 125),
-        ],
-        decode=_DECODE,
-        large=_LARGE,
-        variants=_VARIANTS,
-        scales=(1.0, 50.0),
-    ),
-    cost=_cost,
-)  # fmt: skip
+@op(arguments=_ARGUMENTS, inputs=_INPUTS, cost=_cost)
 def linear_int8(
     x: torch.Tensor,
     weight: torch.Tensor,

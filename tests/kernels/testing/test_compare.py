@@ -191,8 +191,8 @@ def test_a_copy_of_as_many_bytes(monkeypatch):
     timing = Timing(4e-6, 4e-6, 4e-6)
     m = Measurement("op", "own", Case((1,), torch.float32), timing, share=0.5, copy=3e-6)
     assert m.as_dict()["copy_us"] == pytest.approx(3)
-    table = wide_table(CPU, [m, measured("other", (1,), None), measured("third", (1,), 1.0)])
-    columns = {column.header: list(column.cells) for column in table.columns}
+    heads, rows = wide_table([m, measured("other", (1,), None), measured("third", (1,), 1.0)])
+    columns = dict(zip(heads, map(list, zip(*rows, strict=True)), strict=True))
     assert columns["of limit"] == ["50%", "", ""] and columns["of copy"] == ["75%", "", ""]
 
 
