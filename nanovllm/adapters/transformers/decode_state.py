@@ -60,8 +60,8 @@ class DecodeState:
         """Whether the layers of a cache have other tensors than the loop reads."""
         shape = x.shape[0], stack.kind.sizes[1], layers[0].max_cache_len, stack.kind.head_dim
         return any(
-            not layer.is_initialized or t.shape != shape or t.dtype != x.dtype or t.device != x.device
-            or not t.is_contiguous()
+            not layer.is_initialized or not isinstance(getattr(layer, "cumulative_length", None), Tensor)
+            or t.shape != shape or t.dtype != x.dtype or t.device != x.device or not t.is_contiguous()
             for layer in layers
             for t in (layer.keys, layer.values)
         )  # fmt: skip

@@ -95,7 +95,11 @@ def test_steps_around_a_draft_and_a_crop(length, calls):
 
         for first, last in ((0, 6), (6, 7), (7, 8), (8, 12), (12, 13)):
             feed(first, last)
-        cache.crop(-5)
+        if hasattr(cache.layers[0], "crop"):
+            cache.crop(-5)
+        else:  # older versions of transformers
+            for layer in cache.layers:
+                layer.cumulative_length.sub_(5)
         for first in (8, 9):
             feed(first, first + 1)
         return torch.stack(results)
