@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batches", default="1,32")
     p.add_argument("--prompt-len", type=int, default=128)
     p.add_argument("--output-len", type=int, default=32)
+    p.add_argument("--cache", default="static", choices=["static", "dynamic"], help="of generate")
     p.add_argument("--prefill", default="4x2048", help="batch x tokens; empty: none")
     p.add_argument("--sides", default="plain,nanovllm,loop,liger,kernels")
     p.add_argument("--rounds", type=int, default=2)
@@ -160,13 +161,13 @@ class Generating:
     def __init__(self, model: Any, batch: int, args: argparse.Namespace, compiled: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(3, model.config.vocab_size, (batch, args.prompt_len), generator=generator)
-        self.name = f"generate {batch} x {args.prompt_len} -> {args.output_len}"
+        self.name = f"generate {batch} x {args.prompt_len} -> {args.output_len}, {args.cache} cache"
         self._model, self._ids, self._args, self._compiled = model, ids.to(args.device), args, compiled
 
     def _generate(self, tokens: int) -> Any:
         return self._model.generate(
             self._ids, attention_mask=torch.ones_like(self._ids), min_new_tokens=tokens, max_new_tokens=tokens,
-            do_sample=False, cache_implementation="static", disable_compile=not self._compiled, pad_token_id=0,
+            do_sample=False, cache_implementation=self._args.cache, disable_compile=not self._compiled, pad_token_id=0,
         )  # fmt: skip
 
     def prepare(self) -> None:

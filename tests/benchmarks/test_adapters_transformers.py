@@ -19,7 +19,9 @@ def test_rows(tmp_path, capsys):
     assert main(arguments) == 0
     rows = json.loads(file.read_text())
     assert [(row["work"], row["side"]) for row in rows] == [
-        (work, side) for work in ("generate 2 x 5 -> 3", "prefill 2 x 6") for side in ("plain", "nanovllm")
+        (work, side)
+        for work in ("generate 2 x 5 -> 3, static cache", "prefill 2 x 6")
+        for side in ("plain", "nanovllm")
     ]
     assert all(row["difference"] < 1e-4 and row["share"] is None for row in rows)
     assert "| tiny | prefill 2 x 6 | no | nanovllm |" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""One static cache of transformers as the decode steps of a `Stack` use it: their buffers, the loop, its CUDA graph."""
+"""Decode steps of a `Stack`: the loop over the layers, and on a static cache the buffers of its CUDA graph."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,25 +121,55 @@ class DecodeState:
         return out
 
     def _through_layers(self, products: Products) -> Tensor:
-        stack, kind = self._stack, self._stack.kind
-        batch, head_dim = self._angles.shape
-        rotate, attend = stack.rotate, stack.attend
-        weights = stack.weights
-        # Some kernels write their results to their arguments, so the first residual is a copy.
-        residual = self._x.clone()
-        y = stack.norm(residual, *weights[0].first)
-        for w, kv, place, (keys, values) in zip(weights, self._kv, self._places, self._tensors):
-            qkv = products.linear(y, *w.qkv)
-            q, k, v = qkv.view(batch, -1, head_dim).split(kind.sizes, 1)
-            q, k = rotate(self._rows, q, k, *w.heads, self._angles)
-            keys.index_copy_(2, place, k.unsqueeze(2))
-            values.index_copy_(2, place, v.unsqueeze(2))
-            y = attend(q, kv, stack.scale, None, stack.soft_cap).view(batch, -1)
-            y, residual = products.add_norm(y, *w.out, residual, *w.second)
-            y = products.gated(y, *w.gate_up)
-            if w.next is not None:
-                y, residual = products.add_norm(y, *w.down, residual, *w.next)
-        return residual + products.linear(y, *weights[-1].down)
+        return through_layers(self._stack, self._x, self._rows, self._angles, products, self._attend)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for cached, new in zip(self._tensors[layer], (k, v)):
+            cached.index_copy_(2, self._places[layer], new.unsqueeze(2))
+        return self._stack.ops.attend(q, self._kv[layer], self._stack.scale, None, self._stack.soft_cap)
+
+
+def growing_step(
+    stack: Stack, cache: Any, x: Tensor, visible: Tensor, tokens: Tensor | None, cos: Tensor, sin: Tensor
+) -> Tensor:
+    """As `DecodeState.step`, on a cache whose tensors grow."""
+    batch, half = x.shape[0], cos.shape[-1] // 2
+    angles = torch.cat((cos[:, 0, :half], sin[:, 0, :half]), -1).float()
+    rows = torch.arange(batch, device=x.device) if len(angles) == batch else visible.new_zeros(batch, dtype=torch.int64)
+    visible, tokens = visible.contiguous(), None if tokens is None else tokens.contiguous()
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = cache.update(k.unsqueeze(2), v.unsqueeze(2), stack.slots[layer])
+        return stack.ops.attend_dense(
+            q.unsqueeze(2), keys, values, visible, stack.scale, tokens, None, stack.soft_cap
+        )  # fmt: skip
+
+    return through_layers(stack, x[:, 0], rows, angles, stack.products(batch, fused=False), attend)[:, None]
+
+
+def through_layers(
+    stack: Stack, x: Tensor, rows: Tensor, angles: Tensor, products: Products, attend: Callable[..., Tensor]
+) -> Tensor:
+    """The residual stream after the last layer.
+
+    Args:
+        x: [batch, hidden size].
+        rows: [batch] int64: of the table `angles`, as `rotary_embedding` takes them.
+        attend: (layer, q [batch, num_heads, head_dim], new k, new v) -> attention in any shape of q's elements.
+    """
+    batch, kind, ops, weights = x.shape[0], stack.kind, stack.ops, stack.weights
+    # Some kernels write their results to their arguments, so the first residual is a copy.
+    residual = x.clone()
+    y = ops.norm(residual, *weights[0].first)
+    for layer, w in enumerate(weights):
+        q, k, v = products.linear(y, *w.qkv).view(batch, -1, kind.head_dim).split(kind.sizes, 1)
+        q, k = ops.rotate(rows, q, k, *w.heads, angles)
+        y = attend(layer, q, k, v).view(batch, -1)
+        y, residual = products.add_norm(y, *w.out, residual, *w.second)
+        y = products.gated(y, *w.gate_up)
+        if w.next is not None:
+            y, residual = products.add_norm(y, *w.down, residual, *w.next)
+    return residual + products.linear(y, *weights[-1].down)
 
 
 def _paged(x: Tensor, blocks: int) -> Tensor:

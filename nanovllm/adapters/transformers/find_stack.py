@@ -91,15 +91,17 @@ def _made(
     kernels = selection.kernels(next(layers[0].parameters()).device)
     kind = parts[layers[0]._modules[layer_kind.attention]][0]
     rotate = "qk_norm_rope" if kind.head_norm is not None else "rotary_embedding"
-    wanted = rotate, "rms_norm", "add_rms_norm", "attention_decode"
+    wanted = rotate, "rms_norm", "add_rms_norm", "attention_dense"
     if missing := [op for op in wanted if op not in selection.wanted]:
         return f"it needs {', '.join(missing)}, too"
     weights = _weights(layers, layer_kind, parts)
     if weights is None:
         return "its projections of results are no plain linear layers"
     activation = parts[layers[0]._modules[layer_kind.mlp]][0].activation
-    ops = StackOps(kernels.rms_norm, kernels.add_rms_norm, getattr(kernels, rotate), kernels.attention_decode,
-                   _activation(kernels, activation))  # fmt: skip
+    ops = StackOps(
+        kernels.rms_norm, kernels.add_rms_norm, getattr(kernels, rotate), kernels.attention_decode,
+        kernels.attention_dense, _activation(kernels, activation),
+    )  # fmt: skip
     slots = [layer._modules[layer_kind.attention].layer_idx for layer in layers]
     return Stack(config, layers, slots, kind, weights, ops, selection, activation == "silu", captures)
 

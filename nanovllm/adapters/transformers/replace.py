@@ -87,9 +87,9 @@ class Replacing:
                 self._outcomes.left(owner, "attention_decode", made)
                 continue
             install(owner, made, self._patches)
-            how = "as CUDA graphs" if made.captures else "layer after layer"
+            how = ", on a static cache as a CUDA graph" if made.captures else ""
             provider = self._selection.kernels(next(layers[0].parameters()).device).provider("attention_decode")
-            why = f"decode steps on a static cache, all {len(layers)} layers in one loop, {how}"
+            why = f"decode steps: all {len(layers)} layers in one loop{how}"
             self._outcomes.replaced(owner, "attention_decode", provider.name, why)
 
     def attention_modules(self) -> list[tuple[Any, Call | str]]:

@@ -1,4 +1,4 @@
-"""The decoder layers of a model as one loop, for decode steps on a static cache.
+"""The decoder layers of a model as one loop, for decode steps on static and dynamic caches.
 
 The forward of the first layer runs the loop over all layers, and those of the others return what they get. So the
 model's own forward still makes masks, angles and results, and hooks on a layer switch the loop off.
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nanovllm.adapters.transformers.attention_layer import AttentionKind
-from nanovllm.adapters.transformers.decode_state import DecodeState
+from nanovllm.adapters.transformers.decode_state import DecodeState, growing_step
 from nanovllm.adapters.transformers.patches import Patches, forward_slot
 from nanovllm.adapters.transformers.products import Linear, Products, by_kernels, by_the_library
 from nanovllm.adapters.transformers.selected import Selection
@@ -62,6 +62,7 @@ class StackOps(NamedTuple):
     add_norm: Callable[..., tuple[Tensor, Tensor]]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     attend: Callable[..., Tensor]
+    attend_dense: Callable[..., Tensor]
     activate: Callable[[Tensor], Tensor]
 
 
@@ -84,13 +85,12 @@ class Stack:
         weights: list[LayerWeights], ops: StackOps, selection: Selection, silu: bool, captures: bool,
     ) -> None:  # fmt: skip
         self.kind, self.weights, self.ops = kind, weights, ops
-        self.norm, self.add_norm, self.rotate, self.attend, self.activate = ops
         self.hidden_size = weights[0].first[0].shape[0]
         constants = kind.constants
         self.scale: float = constants.get("scaling", kind.head_dim**-0.5)
         self.soft_cap = constants.get("softcap")
         self.captures = captures and weights[0].first[0].is_cuda
-        self._config, self._layers, self._slots = config, layers, slots
+        self._config, self._layers, self.slots = config, layers, slots
         self._selection, self._silu = selection, silu
         self.num_replays = 0
         self._states: weakref.WeakKeyDictionary[Any, DecodeState] = weakref.WeakKeyDictionary()
@@ -130,7 +130,7 @@ class Stack:
 
     def products(self, batch: int, fused: bool) -> Products:
         takes = by_kernels(self._selection, batch, self._silu) if fused else by_the_library
-        return Products(self.add_norm, self.activate, takes)
+        return Products(self.ops.add_norm, self.ops.activate, takes)
 
     def step(self, x: Tensor, given: dict[str, Any]) -> Tensor | None:
         """The residual stream behind the last layer; None: the loop does not take this call.
@@ -138,41 +138,37 @@ class Stack:
         Args:
             given: the arguments of the first layer.
         """
+        from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
+
         cache, plan, angles = given.get(self.kind.cache), given.get("attention_mask"), given.get("position_embeddings")
-        if (
-            x.shape[1] != 1
-            or cache is None
-            or plan is None
-            or angles is None
-            or x.dtype != self.weights[0].qkv[0].dtype
-        ):
+        if x.shape[1] != 1 or cache is None or plan is None or angles is None or plan.dim() != 4:
             return None
-        if plan.dtype != torch.int32 or plan.shape[0] != x.shape[0] or torch.is_autocast_enabled(x.device.type):
+        batch, width = x.shape[0], plan.shape[3]
+        if plan.dtype != torch.int32 or plan.shape[0] != batch or x.dtype != self.weights[0].qkv[0].dtype:
             return None
         if any(v is not None and v is not False for name, v in given.items() if name not in _KNOWN):
             return None
-        layers = self._cache_layers(cache, plan.shape[3])
-        if layers is None or self._config.num_hidden_layers != len(layers) or not self._unchanged():
+        if torch.is_autocast_enabled(x.device.type) or self._config.num_hidden_layers != len(self._layers):
             return None
-        batch, padded = x.shape[0], plan.shape[3] > 1
-        state = self._states.get(cache)
-        if state is None or not state.current(layers, batch, padded):
-            if DecodeState.refused(layers, x, self):
-                return None
-            state = self._states[cache] = DecodeState(self, layers, batch, padded)
-        return state.step(x, plan[:, 0, 0, :1], plan[:, 0, 0, 1:] if padded else None, *angles)
-
-    def _cache_layers(self, cache: Any, width: int) -> list[Any] | None:
-        """The layers of a static cache; None: it is another one."""
-        from transformers.cache_utils import StaticLayer
-
+        if getattr(cache, "offloading", False) or not self._unchanged():
+            return None
         of_cache = getattr(cache, "layers", ())
-        if getattr(cache, "offloading", False) or len(of_cache) <= max(self._slots):
-            return None
-        layers = [of_cache[slot] for slot in self._slots]
-        if any(type(layer) is not StaticLayer for layer in layers):
-            return None
-        return layers if width in (1, 1 + layers[0].max_cache_len) else None
+        layers = [of_cache[slot] for slot in self.slots if slot < len(of_cache)]
+        rest = plan[:, 0, 0, :1], plan[:, 0, 0, 1:] if width > 1 else None, *angles
+        if layers and self._are(layers, StaticLayer) and width in (1, 1 + layers[0].max_cache_len):
+            state = self._states.get(cache)
+            if state is None or not state.current(layers, batch, width > 1):
+                if DecodeState.refused(layers, x, self):
+                    return None
+                state = self._states[cache] = DecodeState(self, layers, batch, width > 1)
+            return state.step(x, *rest)
+        if type(cache) is DynamicCache and self._are(layers, DynamicLayer):
+            if layers[0].is_initialized and width in (1, 2 + layers[0].keys.shape[2]):
+                return growing_step(self, cache, x, *rest)
+        return None
+
+    def _are(self, layers: list[Any], kind: type) -> bool:
+        return len(layers) == len(self.slots) and all(type(layer) is kind for layer in layers)
 
     def _unchanged(self) -> bool:
         """Whether modules, forwards and weights are those that the loop stands for, and no hook wants to be called."""

@@ -69,6 +69,40 @@ def test_generate(architecture, padding, calls):
     assert calls.count == 2 * STEPS
 
 
+@pytest.fixture
+def steps(monkeypatch):
+    """Whether the loop took each call."""
+    taken, own = [], Stack.step
+
+    def step(stack, x, given):
+        result = own(stack, x, given)
+        taken.append(result is not None)
+        return result
+
+    monkeypatch.setattr(Stack, "step", step)
+    return taken
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_a_cache_that_grows(padding, options, steps):
+    model = tiny("Qwen3").requires_grad_(False)
+    given = prompts(padding)
+    expected = model.generate(**given, max_new_tokens=STEPS + 1, do_sample=False, **options)
+    with apply(model, ops=dict.fromkeys(OPS, ()) | {"linear": "native"}):
+        assert torch.equal(model.generate(**given, max_new_tokens=STEPS + 1, do_sample=False, **options), expected)
+    assert steps == [False] + [True] * STEPS
+
+
+def test_drafts_on_a_cache_that_grows(steps):
+    model, helper = tiny("Qwen3").requires_grad_(False), tiny("Qwen3", seed=1).requires_grad_(False)
+    given = prompts(batch=1)
+    expected = model.generate(**given, max_new_tokens=STEPS + 1, do_sample=False)
+    with apply(model, ops=OPS):
+        got = model.generate(**given, max_new_tokens=STEPS + 1, do_sample=False, assistant_model=helper)
+    assert torch.equal(got, expected)
+
+
 def test_half_precision(calls):
     model = tiny("Qwen3", torch.bfloat16).requires_grad_(False)
     given = prompts("left")
