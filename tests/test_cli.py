@@ -19,10 +19,8 @@ from tests import tiny
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*args: str, stdin: str = "") -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm", *args], input=stdin, capture_output=True, text=True, timeout=120
-    )
+def run(*args: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "nanovllm", *args], capture_output=True, text=True, timeout=120)
 
 
 def run_here(*args: str) -> subprocess.CompletedProcess:
@@ -47,10 +45,11 @@ def test_version_and_help():
     )
 
 
-def test_generate_and_chat(smollm2_path):
+def test_generate_and_chat(smollm2_path, monkeypatch):
     done = run("generate", "The capital of France is", "--max-tokens", "4", "--temperature", "0")
     assert done.returncode == 0 and "> The capital of France is\n Paris" in done.stdout
-    done = run("chat", "--max-tokens", "12", "--temperature", "0", stdin="What is the capital of France?\n\n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n\n"))
+    done = run_here("chat", "--max-tokens", "12", "--temperature", "0")
     assert done.returncode == 0 and "Paris" in done.stdout
 
 
@@ -79,14 +78,14 @@ def test_generate_takes_top_p():
 
 
 def test_the_help_names_what_is_for_users():
-    done = run("kernels", "--help")
+    done = run_here("kernels", "--help")
     assert all(re.search(rf"\b{name}\b", done.stdout) for name in ("list", "why", "show", "verify", "bench"))
     assert not re.search(r"^\W*table\b", done.stdout, re.MULTILINE)
 
 
 def test_generate_from_a_checkpoint_without_a_tokenizer(tmp_path):
     tiny.save(tmp_path)
-    done = run("generate", "x", "--model", str(tmp_path))
+    done = run_here("generate", "x", "--model", str(tmp_path))
     assert done.returncode == 1 and done.stderr.startswith("nanovllm: ") and "Traceback" not in done.stderr
     assert "holds no tokenizer" in done.stderr
 
@@ -99,7 +98,7 @@ def test_kernels_list(device):
         (chosen,) = [r for r in rows if r["op"] == name and r["chosen"]]
         assert chosen["provider"] == "native" and chosen["reason"] is None
     assert any("need a CUDA device" in (r["reason"] or "") for r in rows if r["provider"] == "triton")
-    assert "rms_norm" in run("kernels", "list", "--device", device).stdout
+    assert "rms_norm" in run_here("kernels", "list", "--device", device).stdout
 
 
 COMMANDS_WITH_TABLES = [
@@ -235,7 +234,8 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
         "@softmax.provider('wrong')\ndef wrong(x):\n    return x.exp() / x.exp().sum(-1, keepdim=True)\n"
     )
     named = [word for name in ("native", "right", "wrong") for word in ("--provider", name)]
-    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), "--json", "-", "--seed", "0", *named)
+    options = "--json - --seed 0 --timeout 0".split()
+    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), *options, *named)
     rows = {r["provider"]: r for r in json.loads(done.stdout)}
     assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
     assert any("scale 50" in f for f in rows["wrong"]["failures"])
@@ -276,7 +276,7 @@ def test_kernels_verify_finds_a_store_without_a_mask(tmp_path):
 def test_kernels_verify_prints_the_seed_it_drew():
     """And with it draws the same inputs again; in this process too, without a time limit."""
     command = "kernels", "verify", "softmax", "--provider", "native", "--quick", "--json", "-"
-    first, second = run_here(*command), run_here(*command)
+    first, second = run_here(*command), run_here(*command, "--timeout", "0")
     (seed,), (other,) = (re.findall(r"^inputs of --seed (\d+)$", done.stderr, re.M) for done in (first, second))
     assert seed != other and first.stdout != second.stdout
     (row,) = json.loads(first.stdout)

@@ -96,7 +96,9 @@ TRACEABLE = sorted(
 )
 
 
-@pytest.mark.parametrize("name", TRACEABLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in OF_EACH_KIND else pytest.mark.slow) for n in TRACEABLE]
+)
 def test_opcheck_of_arguments_that_require_grad(name):
     op = all_ops()[name]
     for arguments in cases(op):

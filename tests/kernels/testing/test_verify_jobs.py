@@ -81,7 +81,7 @@ def test_several_find_what_one_finds(plugin):
 def test_who_dies_in_a_case_has_failed_it_and_no_other(plugin):
     dies = "WORKER and x.dtype == torch.float16 and x.shape[-1] == 3 and os.kill(os.getpid(), signal.SIGKILL)"
     declared, path = plugin("thrice_dying", dies)
-    found = in_processes(declared, path)
+    found = in_processes(declared, path, jobs=1)
     assert not [v for v in found["native"] if v.failure] and len(found["native"]) == len(found["other"])
     failed = [v for v in found["other"] if v.failure]
     assert {(v.case.shape, v.case.dtype) for v in failed} == {((2, 3), torch.float16)} and len(failed) == 1
@@ -137,7 +137,7 @@ def test_memory_that_the_reference_lacks_is_a_failure(plugin):
 def test_a_process_that_cannot_begin_is_an_error(plugin):
     declared, path = plugin("thrice_late", begin="WORKER and os._exit(5)")
     with pytest.raises(RuntimeError, match="ended with code 5 before it began"):
-        in_processes(declared, path)
+        in_processes(declared, path, jobs=1)
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 3, 7])
