@@ -51,7 +51,10 @@ class GatedMLP(nn.Module):
         """activation(gate(x)) * up(x); or both, one behind the other, where the down projection activates them."""
         if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight):
             return self._linear_silu_and_mul(x, self.gate_up_proj.weight)
-        gate_up = self.gate_up_proj(x)
+        return self._activated(self.gate_up_proj(x))
+
+    def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """What the down projection takes."""
         if self._is_silu and self.down_proj.activates(gate_up):
             return gate_up
         return self._activate_and_mul(gate_up)
@@ -70,6 +73,9 @@ class GatedMLP(nn.Module):
         weight = self.gate_up_proj.weight
         if not stream.normed and self._add_rms_norm_gate_up.takes(stream.x, weight):
             return self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)
+        if self.gate_up_proj.norms(stream, norm):
+            gate_up, residual = self.gate_up_proj.after_norm(stream, norm)
+            return self._activated(gate_up), residual
         x, residual = norm.of(stream)
         return self._gate_up(x), residual
 

@@ -88,11 +88,20 @@ class ColumnParallelLinear(ShardedParameters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(self._linear, x, self.weight, self.bias)
 
+    def norms(self, stream: ResidualStream, norm: RMSNorm) -> bool:
+        """Whether `after_norm` is one op with a packed weight."""
+        x, residual, normed = stream
+        if normed or residual is None or not isinstance(self.weight, PackedWeight):
+            return False
+        return self.weight.norms(x, residual, norm.weight, norm.eps)
+
     def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this layer of norm(x + residual), x + residual); one op where the batch is small."""
+        """(this layer of norm(x + residual), x + residual); one op where the batch is small, or x is quantised."""
         x, residual, normed = stream
         if not normed and self._add_rms_norm_linear.takes(x, self.weight):
             return self._add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
+        if isinstance(self.weight, PackedWeight) and residual is not None and self.norms(stream, norm):
+            return self.weight.of_sum(x, residual, norm.weight, norm.eps, self.bias)
         x, residual = norm.of(stream)
         return ColumnParallelLinear.forward(self, x), residual
 

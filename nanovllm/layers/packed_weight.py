@@ -157,6 +157,7 @@ class PackedWeight(nn.Module):
         self._quantising = [QuantisingOp(name, kernels) for name in names]
         whole = names[0] if len(names) == 1 else None
         self._after_silu = QuantisingOp(None if whole is None else f"silu_and_mul_{whole}", kernels)
+        self._after_norm = QuantisingOp(None if whole is None else f"add_rms_norm_{whole}", kernels)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""
@@ -168,11 +169,28 @@ class PackedWeight(nn.Module):
 
     def activates(self, gate_up: torch.Tensor) -> bool:
         """Whether to call `of_gate_up` for gate_up [num_tokens, 2 * columns]."""
-        return self._after_silu.used and self._after_silu.takes_call(gate_up, *self.matrices[0].operands())
+        operands = self.matrices[0].operands()
+        return self._after_silu.used and self._after_silu.takes_call(operands[0], gate_up, *operands)
 
     def of_gate_up(self, gate_up: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """The product with silu(gate) * up, which is quantised as it is computed."""
         return self._after_silu(gate_up, *self.matrices[0].operands(), bias)
+
+    def norms(self, x: torch.Tensor, *norm: Any) -> bool:
+        """Whether to call `of_sum` for x [num_tokens, columns] and these further arguments of it."""
+        operands = self.matrices[0].operands()
+        return self._after_norm.used and self._after_norm.takes_call(operands[0], x, *norm, *operands)
+
+    def of_sum(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the product with rms_norm(x + residual), which is quantised as it is computed; x + residual)."""
+        return self._after_norm(x, residual, norm_weight, eps, *self.matrices[0].operands(), bias)
 
     def _product(self, i: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The outputs of the i-th matrix."""
@@ -180,7 +198,7 @@ class PackedWeight(nn.Module):
         if matrix.permutation is not None:
             x = x.index_select(-1, matrix.permutation)
         operands = matrix.operands()
-        if quantising.used and quantising.takes_call(x, *operands):
+        if quantising.used and quantising.takes_call(operands[0], x, *operands):
             return quantising(x, *operands, bias)
         if isinstance(op, FusedOp):
             (weight,) = operands
@@ -194,7 +212,8 @@ class PackedWeight(nn.Module):
         matrix, quantising = self.matrices[0], self._quantising[0]
         if len(self.matrices) > 1 or matrix.permutation is not None:
             return None
-        if quantising.used and quantising.takes_call(x, *matrix.operands()):
+        operands = matrix.operands()
+        if quantising.used and quantising.takes_call(operands[0], x, *operands):
             return None
         return matrix.stored_operands()
 
@@ -205,7 +224,7 @@ class PackedWeight(nn.Module):
             operands = matrix.operands()
             if quantising.used:
                 x = torch.empty((), dtype=self.dtype, device=operands[0].device).expand(num_tokens, matrix.shape[1])
-                total += matrix.shape[0] * matrix.shape[1] * quantising.takes_call(x, *operands)
+                total += matrix.shape[0] * matrix.shape[1] * quantising.takes_call(operands[0], x, *operands)
         return total
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,6 @@ class QuantisingOp(FusedOp):
         super().__init__(name or "", None if name is None else kernels)
         self._accepts = kernels.provider(name).accepts if name is not None and self.used else None
 
-    def takes_call(self, x: torch.Tensor, weight: torch.Tensor, *operands: object) -> bool:
-        """Whether to call it for x [num_tokens, size], this plane of the weight and the further operands."""
-        return self.takes(x, weight) and (self._accepts is None or self._accepts(x, weight, *operands) is None)
+    def takes_call(self, weight: torch.Tensor, x: torch.Tensor, *others: object) -> bool:
+        """Whether to call it for x [num_tokens, size] and its other arguments; weight: this plane of the weight."""
+        return self.takes(x, weight) and (self._accepts is None or self._accepts(x, *others) is None)

@@ -11,7 +11,10 @@ from nanovllm.bench.workload_cost import ModelShape
 from nanovllm.kernels import all_ops, resolve_kernels
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
 from nanovllm.layers.custom_mlp import GatedMLP
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import QKVParallelLinear
 from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.stored_matrices import FloatMatrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.weights.quantization.online import to_fp8
@@ -24,7 +27,7 @@ CPU = torch.device("cpu")
 OP = "linear_fp8_dynamic"
 LEAST = 5
 REFERENCE = all_ops()[OP].native
-AFTER_SILU = all_ops()[f"silu_and_mul_{OP}"]
+AFTER_SILU, AFTER_NORM = (all_ops()[f"{first}_{OP}"] for first in ("silu_and_mul", "add_rms_norm"))
 
 
 def drawn(rows, columns, seed=0):
@@ -158,6 +161,40 @@ def test_a_down_projection_activates_what_it_quantises(activation, fused):
     assert torch.allclose(mlp(few), want, atol=1e-6) and calls == []
     want = REFERENCE(act(REFERENCE(many, *gate_up.operands())), *down.operands())
     assert torch.equal(mlp(many), want) and calls == [LEAST] * fused
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_a_projection_quantises_the_norm_before_it(residual):
+    calls = []
+
+    def of_sum(x, *others):
+        calls.append(len(x))
+        return AFTER_NORM.native(x, *others)
+
+    num_tokens = lambda weight: range(LEAST, 100)  # noqa: E731
+    with registered(OP, REFERENCE, num_tokens=num_tokens), registered(AFTER_NORM.name, of_sum, num_tokens=num_tokens):
+        kernels = resolve_kernels(CPU, True, {OP: ["mine"], AFTER_NORM.name: ["mine"]})
+    mlp, qkv = GatedMLP(256, 128, kernels), QKVParallelLinear(256, 2, 1, 64, True, kernels)
+    gate_up, three = to_fp8(drawn(256, 256, 3)), to_fp8(drawn(256, 256, 5))
+    for layer, matrix in ((mlp.gate_up_proj, gate_up), (qkv, three)):
+        del layer.weight
+        layer.weight = PackedWeight([matrix], torch.float32, kernels)
+    mlp.down_proj.weight.data, qkv.bias.data = drawn(256, 128, 4), drawn(1, 256, 6)[0]
+    norm = RMSNorm(256, 1e-6, kernels)
+    norm.weight.data = 1 + drawn(1, 256, 7)[0]
+    for n in (LEAST - 1, LEAST):
+        x, before = drawn(n, 256, 1), drawn(n, 256, 2) if residual else None
+        total = x if before is None else x + before
+        normed = all_ops()["rms_norm"].native(total, norm.weight, 1e-6)
+        product = (lambda a, m: REFERENCE(a, *m.operands())) if n == LEAST else lambda a, m: a @ m.dequantised().T
+        got, new = qkv.after_norm(ResidualStream(x.clone(), before if before is None else before.clone()), norm)
+        assert torch.equal(new, total)
+        want = product(normed, three) + qkv.bias
+        assert torch.allclose(torch.cat(got, 1).flatten(1), want, atol=1e-5)
+        got, new = mlp.after_norm(ResidualStream(x.clone(), before if before is None else before.clone()), norm)
+        want = all_ops()["silu_and_mul"].native(product(normed, gate_up)) @ mlp.down_proj.weight.T
+        assert torch.equal(new, total) and torch.allclose(got, want, atol=1e-5)
+    assert calls == [LEAST, LEAST] * residual
 
 
 def test_an_engine_quantises_activations_of_prompts_but_never_those_of_the_head(directory):

@@ -15,7 +15,7 @@ from nanovllm.kernels.external import flash_attn, flashinfer, onednn, symm_mem
 from nanovllm.kernels.op.availability import interpretable_dot, triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider
-from nanovllm.kernels.ops.linear_fp8_dynamic import gated_refused
+from nanovllm.kernels.ops.linear_fp8_dynamic import gated_refused, normed_refused
 from nanovllm.kernels.ops.linear_fp8_dynamic import refused as fp8_refused
 
 
@@ -65,6 +65,7 @@ _triton("gemm.packed_products", ops.linear_fp8, ops.linear_gguf, ops.linear_int4
 _triton("gemm.packed_products", ops.linear_packed_add_rms_norm, num_tokens=True)
 _triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=fp8_refused, num_tokens=True)
 _triton("gemm.fp8_activations", ops.silu_and_mul_linear_fp8_dynamic, accepts=gated_refused, num_tokens=True)
+_triton("gemm.fp8_activations", ops.add_rms_norm_linear_fp8_dynamic, accepts=normed_refused, num_tokens=True)
 _triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
 _triton("moe.experts", ops.moe_experts)
 _triton("moe.route", ops.moe_route)

@@ -10,7 +10,11 @@ from nanovllm.kernels.ops.embedding import embedding
 from nanovllm.kernels.ops.linear import linear
 from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
 from nanovllm.kernels.ops.linear_fp8 import linear_fp8
-from nanovllm.kernels.ops.linear_fp8_dynamic import linear_fp8_dynamic, silu_and_mul_linear_fp8_dynamic
+from nanovllm.kernels.ops.linear_fp8_dynamic import (
+    add_rms_norm_linear_fp8_dynamic,
+    linear_fp8_dynamic,
+    silu_and_mul_linear_fp8_dynamic,
+)
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
 from nanovllm.kernels.ops.linear_packed import linear_packed_add_rms_norm, linear_packed_silu_and_mul
@@ -30,7 +34,7 @@ from nanovllm.kernels.ops.token_bitmask import apply_token_bitmask
 
 __all__ = [
     "NewTokens", "PagedKV", "SharedPrefixes", "add_rms_norm", "add_rms_norm_gate_up", "add_rms_norm_linear",
-    "all_reduce", "all_reduce_add_rms_norm", "apply_token_bitmask", "attention_decode", "attention_decode_shared",
+    "add_rms_norm_linear_fp8_dynamic", "all_reduce", "all_reduce_add_rms_norm", "apply_token_bitmask", "attention_decode", "attention_decode_shared",
     "attention_prefill", "decoder_step", "embedding", "gelu_and_mul", "linear", "linear_add_rms_norm", "linear_fp8",
     "linear_fp8_dynamic", "linear_gguf", "linear_int4", "linear_int8", "linear_packed_add_rms_norm",
     "linear_packed_silu_and_mul", "linear_silu_and_mul", "moe_experts", "moe_experts_fp8", "moe_route",

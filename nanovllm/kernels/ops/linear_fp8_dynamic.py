@@ -8,6 +8,7 @@ from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8, make_inputs, needs
 from nanovllm.kernels.ops.linear_fp8 import cost as cost_of_products
+from nanovllm.kernels.ops.norm import add_rms_norm
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
@@ -152,6 +153,73 @@ def silu_and_mul_linear_fp8_dynamic(
     return linear_fp8_dynamic.native(silu_and_mul.native(gate_up), weight, scale, bias)
 
 
+def _normed_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
+    made = make_inputs(t, tokens, outputs, size, scale_rows, scale_columns)
+    return {
+        "x": made["x"],
+        "residual": t.normal(tokens, size),
+        "norm_weight": t.parameter(size, scale=1),
+        "eps": 1e-6,
+        "weight": made["weight"],
+        "scale": made["scale"],
+    }
+
+
+def _normed_cost(x, residual, norm_weight, eps, weight, scale, bias=None):
+    rows = x.numel() // max(1, x.shape[-1])
+    moved = nbytes(x, residual, residual, norm_weight, weight, scale, bias)
+    products = 2 * rows * weight.numel()
+    return Cost(moved + rows * weight.shape[0] * x.element_size(), products + 5 * x.numel(), fp8_flops=products)
+
+
+@op(
+    arguments={
+        "x": "[..., size]",
+        "residual": "[..., size]",
+        "norm_weight": "[size]",
+        "weight": "float8_e4m3fn[outputs, size]",
+        "scale": "float32[scale_rows, scale_columns]",
+        "bias": "[outputs]",
+    },
+    inputs=Inputs(
+        _normed_inputs,
+        needs=needs,
+        small=[(1, 16, 128), (2, 9, 33, 0, 0), (5, 144, 640), (0, 16, 128), (17, 80, 256, 1, 0)],
+        decode=[(512, 24576, 4096), (1024, 4096, 1024)],  # what Qwen3's norms precede, for prompts
+        large=[(2048, 4096, 1024), (8192, 6144, 4096)],
+        scales=(1.0, 50.0),
+    ),
+    cost=_normed_cost,
+    cancels=True,
+    # What is rounded another way can take the next code, an eighth away.
+    tolerance=dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.125),
+    fuses=("add_rms_norm", "linear_fp8_dynamic"),
+)  # fmt: skip
+def add_rms_norm_linear_fp8_dynamic(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`linear_fp8_dynamic` of rms_norm(residual + x), and residual + x: from one block to the next one's projection.
+
+    Args:
+        x, residual, norm_weight, eps: as of `add_rms_norm`.
+        weight, scale, bias: as of `linear_fp8_dynamic`.
+
+    Returns:
+        (y [..., outputs], new residual [..., size]), x's dtype. The norm is rounded to it before it is quantised.
+
+    Raises:
+        ValueError: as `linear_fp8_dynamic`.
+    """
+    y, residual = add_rms_norm.native(x, residual, norm_weight, eps)
+    return linear_fp8_dynamic.native(y, weight, scale, bias), residual
+
+
 def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
     """Why the provider `triton` does not take a call; None: the library or a kernel of its own multiplies."""
     outputs, size = weight.shape
@@ -174,6 +242,19 @@ def gated_refused(
 ) -> str | None:
     """As `refused`, for `silu_and_mul_linear_fp8_dynamic`."""
     return refused(gate_up, weight, scale, bias)
+
+
+def normed_refused(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> str | None:
+    """As `refused`, for `add_rms_norm_linear_fp8_dynamic`."""
+    return refused(x, weight, scale, bias)
 
 
 def library_refuses(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str | None:

@@ -1,4 +1,4 @@
-"""The op `linear_fp8_dynamic`, and `silu_and_mul_linear_fp8_dynamic`.
+"""The op `linear_fp8_dynamic`, and those that begin with SiLU or with a norm.
 
 A kernel quantises activations. PyTorch's library multiplies, or `fp8_product` what that does not take.
 """
@@ -134,6 +134,7 @@ def num_tokens_linear_fp8_dynamic(weight: torch.Tensor) -> range:
 
 
 num_tokens_silu_and_mul_linear_fp8_dynamic = num_tokens_linear_fp8_dynamic
+num_tokens_add_rms_norm_linear_fp8_dynamic = num_tokens_linear_fp8_dynamic
 
 
 def quantised(x: torch.Tensor, columns: int, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +212,8 @@ def linear_fp8_dynamic(
     _check(x, weight, scale, False)
     if refused(x, weight, scale, bias) is not None:
         return op.linear_fp8_dynamic.native(x, weight, scale, bias)
-    return _product(x, weight, scale, bias, False)
+    codes, scales = quantised(x, columns_of_a_scale(weight.shape[1], scale))
+    return _product(x, codes, scales, weight, scale, bias)
 
 
 def silu_and_mul_linear_fp8_dynamic(
@@ -221,7 +223,21 @@ def silu_and_mul_linear_fp8_dynamic(
     _check(gate_up, weight, scale, True)
     if refused(gate_up, weight, scale, bias) is not None:
         return op.silu_and_mul_linear_fp8_dynamic.native(gate_up, weight, scale, bias)
-    return _product(gate_up, weight, scale, bias, True)
+    codes, scales = quantised(gate_up, columns_of_a_scale(weight.shape[1], scale), True)
+    return _product(gate_up, codes, scales, weight, scale, bias)
+
+
+def add_rms_norm_linear_fp8_dynamic(
+    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor,
+    scale: torch.Tensor, bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The op `add_rms_norm_linear_fp8_dynamic`, by the reference where `refused` says so."""
+    _check(x, weight, scale, False)
+    if refused(x, weight, scale, bias) is not None:
+        return op.add_rms_norm_linear_fp8_dynamic.native(x, residual, norm_weight, eps, weight, scale, bias)
+    columns = columns_of_a_scale(weight.shape[1], scale)
+    codes, scales, total = normed_and_quantised(x, residual, norm_weight, eps, columns)
+    return _product(x, codes, scales, weight, scale, bias), total.view(x.shape)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, gated: bool) -> None:
@@ -235,11 +251,11 @@ def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, gated: bo
 
 
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, gated: bool
-) -> torch.Tensor:
-    outputs, size = weight.shape
-    codes, scales = quantised(x, columns_of_a_scale(size, scale), gated)
-    num_tokens = x.numel() // x.shape[-1]
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
+    """x: what codes and scales were made of, for the number of tokens, the dtype and the shape of the result."""
+    outputs, num_tokens = len(weight), x.numel() // x.shape[-1]
     if x.is_cuda and library_refuses(x, weight, scale) is None:
         y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
         y = y[:num_tokens] if bias is None else y[:num_tokens] + bias
