@@ -10,7 +10,7 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels import ops as op
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape
@@ -23,18 +23,22 @@ from nanovllm.kernels.ops.linear_fp8_dynamic import (
     refused,
 )
 from nanovllm.kernels.triton.device_math import gated_product, rounded, to_dtype
-from nanovllm.kernels.triton.early_start import are_constant, norm_launched_early
-from nanovllm.kernels.triton.gemm.fp8_product import fp8_product
-from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS
+from nanovllm.kernels.triton.early_start import are_constant, can_launch_early
+from nanovllm.kernels.triton.gemm.fp8_product import fp8_product, splits_pay
+from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS, has_shared_operands
 from nanovllm.kernels.triton.launch_arguments import (
     adjacent,
     cdiv,
     largest_block,
     matrix_of,
     next_power_of_2,
+    num_sms,
     warps_for,
 )
 from nanovllm.kernels.triton.rows.move_rows import to_fp8
+
+LEAST_TOKENS = 17
+"""For which layers quantise x."""
 
 
 @triton.jit
@@ -68,13 +72,16 @@ def quantise_kernel(
     scales,  # float32 [tokens, groups], column by column; ROWS: [tokens]
     num_tokens, x_stride, scale_stride,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr,
-    LEAST: tl.constexpr, LARGEST: tl.constexpr, CONVERTS: tl.constexpr,
+    LEAST: tl.constexpr, LARGEST: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid [tokens, pieces of GROUPS groups of GROUP columns]; ROWS: a piece is a row. Both are powers of two.
 
     Tokens from num_tokens on are zeros. GATED: silu(gate) * up is quantised. CONVERTS: the GPU has an instruction that
     rounds to e4m3.
     """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -98,9 +105,9 @@ def normed_quantise_kernel(
     codes, scales,  # as of `quantise_kernel`
     num_tokens, x_stride, residual_stride, scale_stride, eps,
     SIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, LEAST: tl.constexpr,
-    LARGEST: tl.constexpr, CONVERTS: tl.constexpr, DEPENDENT: tl.constexpr,
+    LARGEST: tl.constexpr, CONVERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid [tokens]: norm(x + residual), quantised. DEPENDENT: as of the kernels of norms."""
+    """Grid [tokens]: norm(x + residual), quantised."""
     dtype: tl.constexpr = x.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, GROUPS)
@@ -108,7 +115,8 @@ def normed_quantise_kernel(
     live = at < SIZE
     there = at < tl.where(token < num_tokens, SIZE, 0)
     w = tl.load(norm_weight + at, live, other=0.0).to(tl.float32)
-    if DEPENDENT:
+    if PDL:
+        gdc_launch_dependents()
         gdc_wait()
     v = tl.load(x + token * x_stride + at, there, other=0.0).to(tl.float32)
     v = rounded(v + tl.load(residual + token * residual_stride + at, there, other=0.0).to(tl.float32), dtype)
@@ -125,12 +133,17 @@ def converts_to_fp8(device: torch.device) -> bool:
 
 
 def num_tokens_linear_fp8_dynamic(weight: torch.Tensor) -> range:
-    """From how many tokens on x is quantised: where arithmetic, not reading the weight, is the cost. Not measured.
+    """For how many tokens x is quantised, where there are fp8 tensor cores: for more than `linear_fp8` is fast with.
 
-    An H200 reads 4.28 TB/s and has 1,979 TFLOP/s of fp8, so a weight's byte is read in the time of 231 tokens. Up to
-    `MAX_TOKENS`, 256, a kernel of `linear_fp8` reads the weight once; for more it would expand the weight to 16 bits.
+    Its kernel turns each weight into 16 bits and reads it at the speed of memory for up to 16 tokens or so. On an H200
+    the four products of a layer of Qwen3-8B took 92 us there with 32 tokens, and 75 us with quantised activations, at
+    128 tokens 195 and 87 us (docs/log/kernels.md). Of other kinds of GPUs nothing is known: there it is used where
+    `linear_fp8` would expand the weight.
     """
-    return range(MAX_TOKENS + 1, 1 << 31) if converts_to_fp8(weight.device) else range(0)
+    if not converts_to_fp8(weight.device):
+        return range(0)
+    major = torch.cuda.get_device_capability(weight.device)[0]
+    return range(LEAST_TOKENS if has_shared_operands(major) else MAX_TOKENS + 1, 1 << 31)
 
 
 num_tokens_silu_and_mul_linear_fp8_dynamic = num_tokens_linear_fp8_dynamic
@@ -154,9 +167,10 @@ def quantised(x: torch.Tensor, columns: int, gated: bool = False) -> tuple[torch
         groups = min(groups, largest_block(cdiv(size, group), 32, 8) or 32)
         pieces = cdiv(size, groups * group)
     if tokens:
+        pdl = _few(x, tokens)
         quantise_kernel[(tokens, pieces)](
             x, codes, scales, num_tokens, stride, scales.stride(1), size, groups, group, columns == size, gated, LEAST,
-            LARGEST, converts_to_fp8(x.device), num_warps=warps_for(groups * group, 16),
+            LARGEST, converts_to_fp8(x.device), pdl, num_warps=warps_for(groups * group, 16), launch_pdl=pdl,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales
 
@@ -177,13 +191,18 @@ def normed_and_quantised(
     tokens, size = codes.shape
     total = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     if tokens:
-        early = norm_launched_early(x, tokens) and are_constant(norm_weight)
+        pdl = _few(x, tokens) and are_constant(norm_weight)
         normed_quantise_kernel[(tokens,)](
             x, residual, norm_weight, total, codes, scales, num_tokens, stride, residual_stride, scales.stride(1), eps,
-            size, groups, group, columns == size, LEAST, LARGEST, converts_to_fp8(x.device), early,
-            num_warps=warps_for(groups * group, 16), launch_pdl=early,
+            size, groups, group, columns == size, LEAST, LARGEST, converts_to_fp8(x.device), pdl,
+            num_warps=warps_for(groups * group, 16), launch_pdl=pdl,
         )  # fmt: skip
     return codes.view(torch.float8_e4m3fn), scales, total
+
+
+def _few(x: torch.Tensor, tokens: int) -> bool:
+    """Whether a kernel that quantises is launched early and lets the product behind it start, which fetches weights."""
+    return tokens <= MAX_TOKENS and can_launch_early(x)
 
 
 def _places(
@@ -256,7 +275,11 @@ def _product(
 ) -> torch.Tensor:  # fmt: skip
     """x: what codes and scales were made of, for the number of tokens, the dtype and the shape of the result."""
     outputs, num_tokens = len(weight), x.numel() // x.shape[-1]
-    if x.is_cuda and library_refuses(x, weight, scale) is None:
+    own = not x.is_cuda or (
+        has_shared_operands(torch.cuda.get_device_capability(x.device)[0])
+        and splits_pay(num_tokens, outputs, num_sms(x))
+    )
+    if not own and library_refuses(x, weight, scale) is None:
         y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
         y = y[:num_tokens] if bias is None else y[:num_tokens] + bias
     else:

@@ -24,6 +24,8 @@ from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
 from nanovllm.kernels.triton.gemm.tiles import tile_position
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, num_sms
 
+LEAST_STEPS = 4
+"""Tiles of columns that a program has at least, where programs share columns."""
 ALL = 1 << 30
 """Outputs that share a scale, where all do."""
 
@@ -48,11 +50,32 @@ class Fp8Plan:
     splits: int = 1
 
 
+FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 32, 64, 256
+"""Numbers of tokens up to which tiles are smaller than those for prompts."""
+
+
 @functools.cache
-def plan_fp8_product(device: torch.device) -> Fp8Plan:
-    """The built-in plan, chosen by registers and shared memory: compute capability 12 has 99 KiB. Not measured."""
-    small = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12
-    return Fp8Plan(tokens=64, warps=4, stages=3) if small else Fp8Plan()
+def plan_fp8_product(num_tokens: int, outputs: int, size: int, multiprocessors: int, small: bool) -> Fp8Plan:
+    """The built-in plan. Up to 128 tokens it is the fastest of a few, on the whole, for Qwen3-8B's shapes on an H200
+    (docs/log/kernels.md). Beyond 256 it was chosen by registers and shared memory.
+
+    Args:
+        small: a program has at most 99 KiB of shared memory, as of compute capability 12.
+    """
+    if num_tokens > MANY_TOKENS:
+        return Fp8Plan(tokens=64, warps=4, stages=3) if small else Fp8Plan()
+    tokens, width, stages, programs = (
+        (64, 128, 4, 2)
+        if num_tokens <= FEW_TOKENS
+        else (64, 64, 4, 3)
+        if num_tokens <= SOME_TOKENS
+        else (128, 64, 4, 2)
+    )
+    if small:
+        width, stages, programs = 64, 3, 1
+    tiles = cdiv(num_tokens, tokens) * cdiv(outputs, width)
+    splits = max(1, min(programs * multiprocessors // tiles, size // BLOCK // LEAST_STEPS))
+    return Fp8Plan(tokens, width, 4, stages, programs, splits=splits)
 
 
 if INTERPRETED:
@@ -143,6 +166,27 @@ def fp8_product_kernel(
             out.store([row, col], to_dtype(acc, out.dtype))
 
 
+@functools.cache
+def has_99_kib(device: torch.device) -> bool:
+    """Whether a program has at most 99 KiB of shared memory there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12
+
+
+def rounded_tokens(num_tokens: int) -> int:
+    """Numbers of tokens that share a plan: how many kernels are compiled does not grow with a batch."""
+    return next((most for most in (FEW_TOKENS, SOME_TOKENS, 128, MANY_TOKENS) if num_tokens <= most), MANY_TOKENS + 1)
+
+
+def splits_pay(num_tokens: int, outputs: int, multiprocessors: int) -> bool:
+    """Whether this product is faster than the library's, which lets programs share columns too rarely.
+
+    Measured at 32, 64, 128 and 256 tokens of Qwen3-8B's shapes on an H200: all products up to 64 tokens, and up to 128
+    those of so few outputs that two programs or more share the columns on each multiprocessor.
+    """
+    few_outputs = 2 * cdiv(outputs, 64) <= multiprocessors
+    return num_tokens <= SOME_TOKENS or (num_tokens <= 128 and few_outputs)
+
+
 def fp8_sums(
     codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None,
     out: torch.Tensor, num_tokens: int, plan: Fp8Plan,
@@ -176,7 +220,7 @@ def fp8_product(
         weight, scale: as of the op `linear_fp8`, weight contiguous, with a multiple of 16 columns.
         plan: in place of the built-in one.
     """
-    plan = plan or plan_fp8_product(codes.device)
+    plan = plan or plan_fp8_product(rounded_tokens(len(out)), *weight.shape, num_sms(codes), has_99_kib(codes.device))
     if plan.splits == 1:
         fp8_sums(codes, scales, weight, scale, bias, out, len(out), plan)
         return

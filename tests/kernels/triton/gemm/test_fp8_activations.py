@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.ops import add_rms_norm, linear_fp8, linear_fp8_dynamic, silu_and_mul
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
-from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
+from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8, refused
 from nanovllm.kernels.triton.gemm import fp8_activations
 from tests.kernels.triton.common import DEVICE, randn, strided
 
@@ -103,7 +103,7 @@ def test_product(outputs, size, rows, columns, biased, poison):
     assert 0.005 < error < 0.04
 
 
-@pytest.mark.parametrize("capability, least", [((8, 6), None), ((8, 9), 257), ((9, 0), 257), ((12, 0), 257)])
+@pytest.mark.parametrize("capability, least", [((8, 6), None), ((8, 9), 257), ((9, 0), 17), ((12, 0), 257)])
 def test_layers_call_it_for_many_tokens_where_there_are_fp8_tensor_cores(capability, least, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     index = 10 * capability[0] + capability[1]  # of no real GPU, since answers are remembered
@@ -120,6 +120,12 @@ def test_its_flops_are_products_of_8_bit_floats():
     assert cost.bytes == exact(x, weight, scale).bytes
     gated = all_ops()["silu_and_mul_linear_fp8_dynamic"].cost
     assert gated(torch.cat([x, x], -1), weight, scale).fp8_flops == cost.fp8_flops
+
+
+def test_scales_of_columns_that_no_block_divides_are_refused():
+    weight, scale = weights(256, 576, 128, 128)
+    assert "576 columns" in refused(randn(2, 576, dtype=torch.float32), weight, scale)
+    assert refused(randn(2, 576, dtype=torch.float32), *weights(256, 576, 1, 0)) is None
 
 
 def test_layers_on_a_cpu_never_call_it():

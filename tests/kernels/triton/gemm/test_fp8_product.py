@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
-from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product
+from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product, plan_fp8_product, rounded_tokens, splits_pay
 from tests.kernels.triton.common import DEVICE, randn
 
 pytestmark = pytest.mark.triton
@@ -68,9 +68,21 @@ def test_programs_share_the_columns(splits, scale_columns, poison):
         replace(SMALL, splits=splits))  # fmt: skip
 
 
-def test_the_plan_of_gpus_with_less_shared_memory(monkeypatch):
-    from nanovllm.kernels.triton.gemm.fp8_product import plan_fp8_product
+@pytest.mark.parametrize("small", [False, True])
+def test_built_in_plans_fit_shared_memory_and_keep_multiprocessors_busy(small):
+    room = (99 if small else 227) << 10
+    for tokens in map(rounded_tokens, (17, 33, 100, 200, 5000)):
+        for outputs, size in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (128, 128)):
+            plan = plan_fp8_product(tokens, outputs, size, 132, small)
+            shared = plan.stages * (plan.tokens + plan.outputs) * 128 + 2 * plan.tokens * plan.outputs
+            assert plan.programs * (shared + 1024) <= room + 1024
+            tiles = -(-tokens // plan.tokens) * -(-outputs // plan.outputs)
+            assert plan.splits == 1 or tiles * plan.splits <= 132 * plan.programs
+            assert plan.splits <= max(1, size // 128 // 4)
+            if tokens <= 128 and size >= 4096 and not small:
+                assert tiles * plan.splits > 132
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    plan = plan_fp8_product(torch.device("cuda", 120))  # of no real GPU, since answers are remembered
-    assert plan.stages * (plan.tokens + plan.outputs) * 128 + 2 * plan.tokens * plan.outputs <= 99 << 10
+
+def test_where_it_is_faster_than_the_library():
+    assert all(splits_pay(n, 24576, 132) for n in (17, 64)) and splits_pay(128, 4096, 132)
+    assert not splits_pay(65, 6144, 132) and not splits_pay(129, 4096, 132)
