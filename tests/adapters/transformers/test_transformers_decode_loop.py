@@ -313,3 +313,23 @@ def test_graphs_on_a_gpu(architecture, dtype, padding):
                 error = (logits - wanted)[same_so_far].abs().max()
                 assert error < 0.06 * float(wanted.abs().max())
     assert replays == [2 * (STEPS - 2), 0]
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_one_graph_of_the_modules(steps):
+    """transformers compiles the model's call, in which the loop is not used."""
+    from torch._dynamo.utils import counters
+
+    model = tiny("Qwen3").requires_grad_(False)
+    given = prompts("left")
+    expected = generate(model, given)[0]
+    config = transformers.CompileConfig(fullgraph=True, backend="eager", mode=None, dynamic=False)
+    config._compile_all_devices = True  # a CPU, too
+    with apply(model, ops=OPS):
+        torch._dynamo.reset()
+        counters.clear()
+        got = model.generate(
+            **given, max_new_tokens=STEPS + 1, do_sample=False, cache_implementation="static", compile_config=config
+        )
+    assert torch.equal(got, expected) and not any(steps)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]

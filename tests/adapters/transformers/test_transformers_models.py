@@ -124,8 +124,8 @@ def test_chunks_of_a_prompt_and_of_a_draft(architecture, kind, padding):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("architecture", ["Qwen3", "Gemma2"])
-def test_the_kernels(architecture):
+@pytest.mark.parametrize("architecture, options", [("Qwen3", {}), ("Gemma2", {}), ("Qwen3", STATIC)], ids=str)
+def test_the_kernels(architecture, options):
     pytest.importorskip("triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = tiny(architecture, num_hidden_layers=1).requires_grad_(False).to(device)
@@ -133,7 +133,7 @@ def test_the_kernels(architecture):
 
     def run():
         out = model.generate(
-            **given, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True
+            **given, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
         )
         return torch.stack(out.logits), out.sequences
 
