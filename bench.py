@@ -6,6 +6,7 @@
     python bench.py --compare                           # custom kernels against every op's reference
     python bench.py --ablate --workload bs1             # what is each op's custom kernel worth?
     python bench.py --engine nanovllm,transformers,vllm # beside its peers
+    python bench.py --engine nanovllm,sglang --engine-path sglang=~/sglang/lib/python3.12/site-packages
     python bench.py --device cpu --engine nanovllm,llama.cpp,openvino,transformers --temperature 0 --rounds 3
     python bench.py --save; python bench.py --history; python bench.py --check
     python bench.py --tables docs/log/results.md        # put the kept results between the file's markers
@@ -78,6 +79,10 @@ def _add_engine(group: Any) -> None:
 
     group.add_argument("--engine", default="nanovllm", help=f"any of {','.join(ENGINES)}")
     group.add_argument(
+        "--engine-path", action="append", default=[], metavar="ENGINE=DIR",
+        help="packages of one peer, such as a venv's site-packages: vLLM and SGLang need different versions of some",
+    )  # fmt: skip
+    group.add_argument(
         "--vllm-plugin", action="store_true", help="measure vLLM a second time, with nanovllm's kernels in it"
     )
     group.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
@@ -143,6 +148,8 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
     """Run the benchmark; returns the exit code. launch: see `nanovllm.bench.launcher`."""
     args = parser().parse_args(arguments)
     from nanovllm.bench import benchmark, launcher
+    from nanovllm.bench.command_line import engine_paths, names_in
+    from nanovllm.bench.engines import ENGINES
     from nanovllm.json_output import STDOUT, write_json
 
     if args.worker is not None:
@@ -160,12 +167,13 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
         if args.tables:
             return write_tables(args)
         choose_model(args)
+        paths = engine_paths(args.engine_path, names_in("--engine", args.engine, ENGINES))
         if args.in_process and launch is None:
             from nanovllm import LLM
 
             launch = launcher.in_process(LLM)
         elif launch is None:
-            launch = launcher.in_child([sys.executable, str(ROOT / "bench.py")], args.verbose)
+            launch = launcher.in_child([sys.executable, str(ROOT / "bench.py")], args.verbose, paths)
         run = benchmark.Benchmark(args, launch, ROOT)
         if args.json != STDOUT:
             return run.run()

@@ -342,6 +342,12 @@ def test_what_the_engine_refuses_is_a_row(run):
     assert code == 1 and "triton" in error and error in " ".join(out.split())
 
 
+def test_a_folder_of_no_peer_is_refused(run, tmp_path):
+    for given in (f"vllm={tmp_path}", f"nanovllm={tmp_path}", "transformers=", f"transformers={tmp_path}/none"):
+        code, _, _ = run(*SMALL, "--engine", "nanovllm,transformers", "--engine-path", given)
+        assert code == 2, given
+
+
 def test_one_row_that_could_not_run_makes_the_exit_code_1(run):
     code, out, record = run(*SMALL, "--compare", "--kernels", "rms_norm=triton")
     assert [row["error"] is None for row in record["rows"]] == [False, True] and code == 1

@@ -78,7 +78,8 @@ class Benchmark:
                 raise
             traceback.print_exc()
             code = 1
-        lines = [*text.comparison_lines(self.record.rows), *self._over_limit(), *text.load_lines(self.record.rows)]
+        rows = self.record.rows
+        lines = [*text.comparison_lines(rows), *self._over_limit(), *text.load_lines(rows), *text.error_lines(rows)]
         for line in lines:
             print(line)
         code = self._keep(code)

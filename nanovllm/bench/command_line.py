@@ -113,6 +113,24 @@ def names_in(option: str, given: str, known: Iterable[str]) -> list[str]:
     return names
 
 
+def engine_paths(given: Iterable[str], engines: Iterable[str]) -> dict[str, str]:
+    """The folders of --engine-path ENGINE=DIR: engine -> an absolute path.
+
+    Raises:
+        ValueError: one is not of that form, is no folder, or is of an engine that is not measured.
+    """
+    found: dict[str, str] = {}
+    for item in given:
+        engine, _, folder = item.partition("=")
+        if engine not in engines or engine == "nanovllm":
+            raise ValueError(f"--engine-path {item}: {engine!r} is no peer among --engine; write ENGINE=DIR")
+        path = Path(folder).expanduser()
+        if not folder or not path.is_dir():
+            raise ValueError(f"--engine-path {item}: there is no folder {folder!r}; name one with {engine}'s packages")
+        found[engine] = str(path.resolve())
+    return found
+
+
 def check_folder(option: str, given: Path, folder: Path) -> None:
     """Make a folder; a ValueError if files cannot be written there."""
     try:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -31,12 +31,13 @@ _SECONDS_TO_END = 30.0
 _ERROR = re.compile(r"(?:[\w.]*(?:Error|Exception)|Fatal Python error|CUDA error): *(\S.*)")
 
 
-def in_child(command: list[str], verbose: bool = False) -> Launch:
+def in_child(command: list[str], verbose: bool = False, paths: Mapping[str, str] | None = None) -> Launch:
     """A launcher that runs `command --worker FD` for each job; see `serve`.
 
     Args:
         command: the program and its arguments, for example [sys.executable, "bench.py"].
         verbose: let the process write to our stderr, instead of keeping what it prints for when something goes wrong.
+        paths: engine -> a folder of packages that its process finds before all others.
     """
 
     def launch(job: Job, emit: Emit) -> None:
@@ -46,6 +47,7 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
             process = subprocess.Popen(
                 [*command, "--worker", str(write)], stdin=subprocess.PIPE, stdout=sys.stderr if verbose else log,
                 stderr=subprocess.STDOUT if not verbose else None, pass_fds=(write,), start_new_session=True, text=True,
+                env=_environment((paths or {}).get(job.engine)),
             )  # fmt: skip
             os.close(write)
             alarm, rang, kind = threading.Timer(0, lambda: None), threading.Event(), ""
@@ -86,6 +88,12 @@ def in_child(command: list[str], verbose: bool = False) -> Launch:
                 raise WorkerDied(with_causes(f"the process ended with {how}{': ' + last if last else ''}", printed))
 
     return launch
+
+
+def _environment(folder: str | None) -> dict[str, str]:
+    """Our variables, with `folder` first among the places where Python looks for packages."""
+    found = [folder, os.environ.get("PYTHONPATH")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(f for f in found if f)}
 
 
 def _kill(group: int) -> None:

@@ -171,7 +171,7 @@ def sections(profile: Profile, rows: Sequence[Row] = ()) -> list[Section]:
     if rows:
         cells = [result_tables.row_cells(r) for r in rows if r.error is None]
         timed = Table(result_tables.HEAD, cells, result_tables.HEAD[:2])
-        lines = [*result_tables.comparison_lines(rows), *map(result_tables.reason, filter(lambda r: r.error, rows))]
+        lines = [*result_tables.comparison_lines(rows), *result_tables.error_lines(rows)]
         found.append(Section("Throughput", lines, timed, {"comparison": ""}))
     return found
 

@@ -28,9 +28,13 @@ def name_of(row: Row) -> str:
     return f"{row.engine} {row.variant}".strip()
 
 
-def reason(row: Row) -> str:
-    """Why a row has no figures."""
-    return f"{row.workload}, {name_of(row)}: {row.error}"
+def error_lines(rows: Sequence[Row]) -> list[str]:
+    """Why rows have no figures: a line for each reason, with all workloads of the engine that it stopped."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.error is not None:
+            found.setdefault((name_of(row), row.error), []).append(row.workload)
+    return [_folded(f"not measured: {name}, {', '.join(names)}: {why}") for (name, why), names in found.items()]
 
 
 def row_cells(row: Row) -> list[str]:
@@ -59,9 +63,9 @@ class TextTable:
         return self._line(HEAD)
 
     def row(self, row: Row) -> str:
-        """One line; a name that is too long stands above its figures, and a reason is folded."""
+        """One line; a name that is too long stands above its figures. The reason of a failure is not in it."""
         if row.error is not None:
-            return _folded(reason(row))
+            return f"{row.workload:<13} {name_of(row)}: not measured, see below"
         cells = row_cells(row)
         if len(cells[1]) > self._widths[1]:
             return f"{cells[0]}  {cells[1]}\n{self._line(['', '', *cells[2:]])}"

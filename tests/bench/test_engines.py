@@ -184,7 +184,7 @@ def sglang_engine(monkeypatch, tmp_path):
 def test_sglang_gets_our_options_under_its_names(sglang_engine):
     given = sglang_engine._engine.asked[0]
     assert given["max_running_requests"] == 8 and given["disable_cuda_graph"] is True
-    assert given["kv_cache_dtype"] == "fp8_e4m3" and given["context_length"] == 128
+    assert given["kv_cache_dtype"] == "fp8_e4m3" and given["context_length"] == 130  # SGLang leaves two unused
     assert given["skip_tokenizer_init"] is True and given["load_format"] == "auto" and "tp_size" not in given
 
 

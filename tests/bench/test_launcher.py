@@ -40,6 +40,17 @@ def test_a_job_survives_json():
     assert Job.from_json(job.to_json()) == job
 
 
+def test_a_peer_finds_the_packages_of_its_own_folder_first(tmp_path, monkeypatch):
+    (tmp_path / "colorsys.py").write_text("HERE = 'ours'")
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    script = 'import colorsys; sys.exit(f\'{getattr(colorsys, "HERE", None)} {os.environ["PYTHONPATH"]}\')'
+    launch = in_child([sys.executable, "-c", SCRIPT.format(how=script)], paths={"vllm": str(tmp_path)})
+    job = dataclasses.replace(JOB, workloads=(TWO,))
+    for engine, said in (("vllm", f"ours {tmp_path}:/elsewhere"), ("nanovllm", "None /elsewhere")):
+        with pytest.raises(WorkerDied, match=said):
+            launch(dataclasses.replace(job, engine=engine), lambda kind, content: None)
+
+
 def test_rows_come_in_order():
     rows, said = rows_of("pass")
     assert [r.workload for r in rows] == ["one", "two", "three"] and not any(r.error for r in rows)

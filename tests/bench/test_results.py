@@ -239,6 +239,11 @@ def test_rows_fit_80_columns():
     assert table.row(row(10.0)).split()[:4] == ["bs1", "nanovllm", "custom", "10.0"] and "TTFT p99" in wide.head()
 
 
+def test_the_reason_of_a_failure_stands_once_below_the_table():
+    rows = [row(1.0), *(row(1, engine="sglang", variant="", workload=w, error="no module") for w in ("bs1", "bs8"))]
+    assert result_tables.error_lines(rows) == ["not measured: sglang, bs1, bs8: no module"]
+
+
 def test_tables_go_between_the_markers(tmp_path):
     results.keep(record(row(1000.0), row(500.0, engine="vllm", variant="")), tmp_path)
     text = result_tables.markdown(results.kept_files(tmp_path))

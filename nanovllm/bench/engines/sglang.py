@@ -1,15 +1,15 @@
-"""SGLang, through its offline interface. Not run on a GPU yet: written for SGLang 0.5.15."""
+"""SGLang, through its offline interface. Written for SGLang 0.5.15."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import sglang
 import torch
 
 from nanovllm.bench.engines.common import gaps, model_directory, quantised_by_peer
@@ -17,12 +17,18 @@ from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
 
+# For a model whose positions end where the longest request does; see `_SPARE`.
+os.environ.setdefault("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+import sglang  # noqa: E402
+
 _OPTIONS = {
     "gpu_memory_utilization": "mem_fraction_static", "max_num_seqs": "max_running_requests",
     "max_num_batched_tokens": "chunked_prefill_size", "enforce_eager": "disable_cuda_graph",
     "tensor_parallel_size": "tp_size", "kv_cache_dtype": "kv_cache_dtype",
 }  # fmt: skip
 """Our option -> SGLang's."""
+_SPARE = 2
+"""Tokens of the context that SGLang never fills: it would end the longest requests early."""
 _CACHE_DTYPES = {"fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3"}
 
 
@@ -35,7 +41,7 @@ class SglangEngine:
         self._engine = sglang.Engine(
             model_path=model_directory(job, Path(self._folder.name)), skip_tokenizer_init=True,
             load_format="dummy" if job.config is not None else "auto", dtype=job.options.get("dtype") or "auto",
-            context_length=job.max_model_len, random_seed=job.seed, **given,
+            context_length=job.max_model_len + _SPARE, random_seed=job.seed, **given,
         )  # fmt: skip
         config = self._engine.tokenizer_manager.model_config
         self._dtype = str(config.dtype).removeprefix("torch.")
