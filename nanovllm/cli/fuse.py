@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli.kernels_common import DTYPES, GPUS, Json, Wide, dtype_name
+from nanovllm.console import StatusLine
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -142,10 +143,10 @@ def _measure(
     from nanovllm.fuse.group_timing import WAYS, Agreement, measured
     from nanovllm.hardware.gpu_name import device_name
 
-    ways = tuple(w for w in WAYS if compile or w != "compile")
+    ways, status = tuple(w for w in WAYS if compile or w != "compile"), StatusLine()
     with torch.inference_mode(False):
         analyzer = _analyzer(target, _here(where))
-        progress = None if json_file == STDOUT else _progress
+        progress = None if json_file == STDOUT else status.show
         rows, interrupted = [], False
         try:
             for row in measured(analyzer, target.args, target.kwargs, ways=ways, iters=iters, progress=progress):
@@ -155,7 +156,7 @@ def _measure(
     name = device_name(where)
     document = kept_timings.document(rows, name, target.about, Path.cwd())
     if not write_json(json_file, document):
-        _progress("")
+        status.clear()
         if not analyzer.groups:
             print(_NOTHING.format(target.title))
             return
@@ -180,8 +181,3 @@ def _here(where: torch.device) -> FusionDevice:
     from nanovllm.fuse.cpu_model import measure_cpu
 
     return measure_cpu(DTYPES)
-
-
-def _progress(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text[:100]}", end="", file=sys.stderr, flush=True)

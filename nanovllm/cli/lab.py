@@ -11,6 +11,7 @@ import typer
 
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_common import GPUS, Json, dtype_of
+from nanovllm.console import StatusLine
 from nanovllm.json_output import write_json
 
 app = typer.Typer(
@@ -61,11 +62,10 @@ def _command(name: str) -> Callable[..., None]:
         chosen = lesson(name)
         _check_plot(plot)
         _check_folder("--ptx", ptx)
-        tell, done = _progress()
-        result = run(
-            chosen, select_device(device), _dtype(dtype), _numbers("--sizes", sizes), way, gpu, seed, refresh, tell
-        )
-        done()
+        status = StatusLine()
+        where, dims = select_device(device), _numbers("--sizes", sizes)
+        result = run(chosen, where, _dtype(dtype), dims, way, gpu, seed, refresh, status.show)
+        status.clear()
         if not write_json(json_file, result.as_dict()):
             show(result)
         if ptx is not None:
@@ -117,9 +117,10 @@ def mlp(
     _check_plot(plot)
     where = select_device(device)
     base = Shape.default(where, dim=dim, batch=batch, layers=layers, steps=steps)
-    tell, done = _progress()
-    result = run_sweeps(base, where, _dtype(dtype), sweep, _numbers("--factors", factors) or (), profile, seed, tell)
-    done()
+    status = StatusLine()
+    chosen = _numbers("--factors", factors) or ()
+    result = run_sweeps(base, where, _dtype(dtype), sweep, chosen, profile, seed, status.show)
+    status.clear()
     if not write_json(json_file, result.as_dict()):
         show(result)
     if plot is not None and result.points:
@@ -163,14 +164,3 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
 
 def _dtype(name: str | None) -> Any:
     return None if name is None else dtype_of(name)
-
-
-def _progress() -> tuple[Callable[[str], None], Callable[[], None]]:
-    """(say what is being done, wipe it), on a terminal only."""
-    if not sys.stderr.isatty():
-        return lambda line: None, lambda: None
-
-    def tell(line: str) -> None:
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
-    return tell, lambda: tell("")
