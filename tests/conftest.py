@@ -80,6 +80,16 @@ def known_support() -> None:
 
 
 @pytest.fixture(scope="session")
+def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with its tokenizer."""
+    from tests import tiny
+
+    path = tmp_path_factory.mktemp("llama")
+    tiny.save_with_tokenizer(path, "llama", seed=3)
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real SmolLM2-135M-Instruct file. `make test` fetches it beforehand, so that nothing is skipped there."""
     try:

@@ -102,7 +102,7 @@ def save_with_tokenizer(directory: str | Path, architecture: str = "qwen3", **ov
 @torch.no_grad()
 def greedy(made: Any, prompt: list[int], max_tokens: int) -> list[int]:
     """What transformers' greedy `generate` adds to the prompt."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([prompt], device=made.device)
     out = made.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=0
     )

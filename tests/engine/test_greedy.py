@@ -63,14 +63,7 @@ def model(request, tmp_path_factory):
     reference = tiny.save(directory, architecture=architecture, **overrides).to(DEVICE)
     prompts = make_prompts(reference.config.vocab_size)
     reference.generation_config.eos_token_id = None
-    expected = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=DEVICE)
-        out = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0
-        )
-        expected.append(out[0, len(prompt) :].tolist())
-    return directory, reference, prompts, expected
+    return directory, reference, prompts, [tiny.greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def engine(directory, **kwargs) -> LLM:

@@ -33,10 +33,8 @@ MODES = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_with_tokenizer(path, "llama", seed=3)
-    return path
+def directory(llama_directory):
+    return llama_directory
 
 
 @pytest.fixture(scope="module")

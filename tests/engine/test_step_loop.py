@@ -11,7 +11,6 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step_loop import StepLoop, Waiter
-from tests import tiny
 from tests.engine.simulated_engine import Broken, assert_clean, drain, simulated_engine
 from tests.engine.simulation import DOCUMENTS, expected_output
 
@@ -217,10 +216,10 @@ def test_an_abort_before_the_request_started(engine):
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_with_tokenizer(path, "llama", seed=3)
-    made = LLM(path, device="cpu", kvcache_block_size=16, num_kvcache_blocks=40, max_model_len=128, max_num_seqs=8)
+def llm(llama_directory):
+    made = LLM(
+        llama_directory, device="cpu", kvcache_block_size=16, num_kvcache_blocks=40, max_model_len=128, max_num_seqs=8
+    )
     yield made
     assert_clean(made.engine)
 

@@ -6,10 +6,8 @@ from tests.llm.small_llm import TOKENIZER, assert_clean, make
 
 
 @pytest.fixture(scope="session")
-def directory(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_with_tokenizer(path, "llama", seed=3)
-    return path
+def directory(llama_directory):
+    return llama_directory
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.weights import gguf
+from tests import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_TOKENS, LENGTHS, NUM_BLOCKS, MAX_LEN = 64, [1, 2, 8, 16, 17, 31, 32, 100, 255, 256, 400, 700, 1500], 110, 1600
@@ -53,14 +54,7 @@ def reference(path):
 def expected(reference, prompts):
     """What transformers' own generate writes, prompt by prompt."""
     reference.generation_config.eos_token_id = None
-    out = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt], device=DEVICE)
-        tokens = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, pad_token_id=0
-        )
-        out.append(tokens[0, len(prompt) :].tolist())
-    return out
+    return [tiny.greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
 
 
 def engine(path, **kwargs) -> LLM:

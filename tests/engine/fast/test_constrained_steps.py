@@ -6,7 +6,6 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
-from tests import tiny
 from tests.engine.fast.replayed import lengths_on_the_device
 from tests.engine.fast.test_policy import CUDA, POLICIES
 
@@ -15,13 +14,6 @@ KINDS = [
     dict(structured_outputs={"regex": "[a-f]{90}"}), dict(), dict(structured_outputs={"regex": "[a-f]{3}"}, n=2),
     dict(allowed_token_ids=[70, 71, 72], top_k=2), dict(), dict(structured_outputs={"regex": "[a-f]{50}"}, logprobs=1),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def with_tokenizer(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.save_with_tokenizer(path, "llama", seed=3)
-    return path
 
 
 def outputs(directory, policy, temperature, **arguments):
@@ -43,20 +35,20 @@ def outputs(directory, policy, temperature, **arguments):
 
 
 @pytest.fixture(scope="module")
-def expected(with_tokenizer):
-    return outputs(with_tokenizer, FastPolicy.off(), 0.5, device="cpu", async_scheduling=False)
+def expected(llama_directory):
+    return outputs(llama_directory, FastPolicy.off(), 0.5, device="cpu", async_scheduling=False)
 
 
 @pytest.mark.parametrize(
     "name", ["none", "device state", "piggybacked prefill", "decode graphs", "prefill graphs", "all"]
 )
-def test_the_same_tokens(with_tokenizer, expected, name):
+def test_the_same_tokens(llama_directory, expected, name):
     with lengths_on_the_device() as kernels:
         arguments = dict(device="cpu", kernel_priority=kernels, async_scheduling=True)
-        assert outputs(with_tokenizer, POLICIES[name], 0.5, **arguments) == expected
+        assert outputs(llama_directory, POLICIES[name], 0.5, **arguments) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(CUDA))
-def test_cuda_graphs(with_tokenizer, name):
-    outputs(with_tokenizer, CUDA[name], 0.5, device="cuda")
+def test_cuda_graphs(llama_directory, name):
+    outputs(llama_directory, CUDA[name], 0.5, device="cuda")
