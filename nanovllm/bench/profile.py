@@ -309,8 +309,8 @@ def _timeline(step: Step, owners: Sequence[Owner | None], on_gpu: bool) -> list[
     return [(owner[0], node.start - step.range.start, node.duration) for owner, node in step.ops()]
 
 
-def host_times(profile: Profile, count: int = 15) -> list[tuple[str, float]]:
-    """Names with the most host time of their own, over all recorded steps: (name, microseconds)."""
+def host_times(profile: Profile) -> list[tuple[str, float]]:
+    """The 15 names with the most host time of their own, over all recorded steps: (name, microseconds)."""
     own: dict[str, float] = defaultdict(float)
 
     def add(node: dict[str, Any]) -> None:
@@ -320,4 +320,4 @@ def host_times(profile: Profile, count: int = 15) -> list[tuple[str, float]]:
 
     for child in profile.flame.get("children", []):
         add(child)
-    return sorted(own.items(), key=lambda item: -item[1])[:count]
+    return sorted(own.items(), key=lambda item: -item[1])[:15]

@@ -258,14 +258,14 @@ def busy(kernels: Sequence[Kernel]) -> float:
     return max(k.end for k in kernels) - min(k.start for k in kernels) - sum(gaps(kernels))
 
 
-def flame(steps: Sequence[Step], root: str = "host") -> dict[str, Any]:
+def flame(steps: Sequence[Step]) -> dict[str, Any]:
     """Host time of the steps' threads as a tree {"name", "us", "children"}, with equal names at one place added up."""
     tops: list[Range] = []
     for step in steps:
         top = list(step.range.up())[-1]
         if top not in tops:
             tops.append(top)
-    tree: dict[str, Any] = {"name": root, "us": sum(t.duration for t in tops), "children": []}
+    tree: dict[str, Any] = {"name": "host", "us": sum(t.duration for t in tops), "children": []}
     _merge(tree, tops)
     return tree
 

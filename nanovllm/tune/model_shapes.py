@@ -15,17 +15,13 @@ FEW = (1, 8, 32, 64, 128)
 """Tokens of a step whose products have a kernel of their own on Hopper."""
 
 
-def shapes_of(config: Mapping[str, Any], block_size: int = 256) -> dict[str, Sequence[Shape]]:
-    """op -> shapes as the op's inputs take them, in the order of importance of the ops, for a model's config.json.
-
-    Args:
-        block_size: tokens of a block of the KV cache.
-    """
+def shapes_of(config: Mapping[str, Any]) -> dict[str, Sequence[Shape]]:
+    """op -> shapes as the op's inputs take them, in the order of importance of the ops, for a model's config.json."""
     hidden, inter, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or hidden // heads
     qkv, steps, few = (heads + 2 * kv_heads) * head_dim, (*BATCHES, *TOKENS), (1, 2, 4, 8)
-    cache = heads, kv_heads, head_dim, block_size
+    cache = heads, kv_heads, head_dim, 256  # tokens of a block of the KV cache, the default
     return {
         "attention_decode": [(n, length, length, *cache) for n in BATCHES for length in (512, 2048)],
         "qk_norm_rope_attention": [(n, length, length, *cache) for n in BATCHES for length in (512, 2048)],

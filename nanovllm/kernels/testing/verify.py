@@ -142,12 +142,9 @@ def lacks_memory(verdict: Verdict) -> bool:
     return (verdict.failure or "").startswith(torch.OutOfMemoryError.__name__)
 
 
-def verify_op(
-    declared: Op, provider: Provider, device: torch.device, full: bool | None = None, seed: int = 0, quick: bool = False
-) -> list[Verdict]:
-    """`verify` on every case. full: as in `cases`; None: on a GPU. quick: as in `cases`."""
-    full = device.type == "cuda" if full is None else full
-    return [verify_case(declared, provider, device, case) for case in cases(declared, full, seed, quick)]
+def verify_op(declared: Op, provider: Provider, device: torch.device, seed: int = 0) -> list[Verdict]:
+    """`verify` on every case, on a GPU the large ones too."""
+    return [verify_case(declared, provider, device, case) for case in cases(declared, device.type == "cuda", seed)]
 
 
 def _reference(declared: Op, arguments: Arguments) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.op.tunable import Tunable, bucket
+from nanovllm.kernels.triton.launch_arguments import cdiv
 
 Key = Mapping[str, Any]
 
@@ -28,10 +29,6 @@ _MOST_ELEMENTS = 1 << 20
 """The most elements of a tile in Triton."""
 # Of a program of the product for Hopper: columns of a tile, rows of the weight, and shared memory on such a GPU.
 _HOPPER_TILE, _HOPPER_ROWS, _HOPPER_SHARED = 64, 64, 227 << 10
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 # --------------------------------------------------------------------------------------------------- rows in registers
@@ -106,7 +103,7 @@ ROTARY_STORE = _rotary("rotary_store")
 def _refuse_product(plan: Any, key: Key) -> str | None:
     if key["dtype"].itemsize != 2:
         return "dtype: only products of 16-bit numbers can be configured"
-    if plan.splits > _cdiv(key["k"], plan.block_k):
+    if plan.splits > cdiv(key["k"], plan.block_k):
         return f"splits: more than the blocks of {plan.block_k} that k = {key['k']} has"
     if type(plan).__name__ == "StreamPlan":
         if plan.tokens < key["m"]:
@@ -218,7 +215,7 @@ def hopper_product_tokens(tokens: int, block: int) -> int:
     """
     if block == 128 or tokens <= 64:
         return min(128, max(8, bucket(tokens)))
-    return _cdiv(tokens, 32) * 32 if tokens <= 192 else 256
+    return cdiv(tokens, 32) * 32 if tokens <= 192 else 256
 
 
 def hopper_product_key(
@@ -229,7 +226,7 @@ def hopper_product_key(
 
 def packed_tokens(tokens: int) -> int:
     """Numbers of tokens that share a plan: 8, 16, 32, 64 and multiples of 128."""
-    return _cdiv(tokens, 128) * 128 if tokens > 64 else max(8, bucket(tokens))
+    return cdiv(tokens, 128) * 128 if tokens > 64 else max(8, bucket(tokens))
 
 
 def _refuse_packed(plan: Any, key: Key) -> str | None:
