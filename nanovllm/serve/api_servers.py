@@ -293,8 +293,8 @@ class FirstServer:
             self._summed.set_result(_decode_counts(data))
 
     def _lost(self) -> None:
-        self._server.handle_exit(signal.SIGTERM, None)
-        self._server.end_now()
+        for _ in range(2):
+            self._server.handle_exit(signal.SIGTERM, None)
 
     async def _gather(self) -> Counts:
         self._summed = asyncio.get_running_loop().create_future()

@@ -104,6 +104,8 @@ class Server(uvicorn.Server):
     ) -> None:
         self.service = Service(engine, options, siblings)
         self._siblings = siblings
+        self._impatient = False
+        """Whether a second signal has come, perhaps before `shutdown`."""
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
@@ -124,8 +126,9 @@ class Server(uvicorn.Server):
                 yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit and self._loop is not None:
-            self._loop.call_soon_threadsafe(self.end_now)
+        self._impatient = self.should_exit
+        if self._impatient and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._end_now)
         self.should_exit = True
         self.service.admission.draining = True
         if self._siblings is not None:
@@ -138,7 +141,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        timer = self._loop.call_later(self.service.options.drain, self.end_now)
+        timer = self._loop.call_later(0 if self._impatient else self.service.options.drain, self._end_now)
         try:
             await super().shutdown(sockets)
             if self._siblings is not None:
@@ -147,8 +150,8 @@ class Server(uvicorn.Server):
             timer.cancel()
             self._loop = None
 
-    def end_now(self) -> None:
-        """End the requests that run with an error, and soon after that everything else. Called in the event loop."""
+    def _end_now(self) -> None:
+        """End the requests that run with an error, and soon after that everything else."""
         self.service.engine.fail_all(EngineDeadError("the server was shut down before the request ended"))
         asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 2, setattr, self, "force_exit", True)
 

@@ -156,12 +156,15 @@ def test_a_server_that_stops_lets_running_requests_finish(model_path):
             httpx.get(server.url + "/health", trust_env=False)
 
 
-def test_what_outlives_the_drain_ends_with_an_error(model_path):
-    with RunningServer(model_path, ServeOptions(drain=0.05), slow_client(model_path)) as server:
+@pytest.mark.parametrize("drain, signals", [(0.05, 1), (60, 2)])
+def test_what_outlives_the_drain_or_a_second_signal_ends_with_an_error(model_path, drain, signals):
+    with RunningServer(model_path, ServeOptions(drain=drain), slow_client(model_path)) as server:
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 8}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.iter_raw()
             next(pieces)
+            for _ in range(signals - 1):  # before the event loop has seen the first one
+                server.server.handle_exit(15, None)
             server.stop()
             text = b"".join(pieces)
         assert b'"error":{"message":"the server was shut down' in text and text.endswith(b"data: [DONE]\n\n")
