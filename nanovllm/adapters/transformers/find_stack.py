@@ -154,8 +154,10 @@ def _runs_in_order(owner: Any, name: str, layers: list[Any]) -> bool:
         results.append(x + 1)
         return results[-1]
 
-    children = {key: stand_in(child) for key, child in owner._modules.items() if child is not None}
+    children: dict[str, Any] = {key: stand_in(child) for key, child in owner._modules.items() if child is not None}
     children[name] = nn.ModuleList(stand_in(layer, forward=forward) for layer in layers)
+    for idle in children[name]:
+        idle.__dict__["_modules"] = {}  # transformers adds hooks to modules within, if its configuration wants outputs
     weight = next(layers[0].parameters())
     x = random(2, 3, owner.config.hidden_size, dtype=weight.dtype, device=weight.device)
     try:

@@ -6,6 +6,7 @@ with other parameters or submodules. The model itself is not touched.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ def stand_in(module: nn.Module, **replaced: Any) -> nn.Module:
         copy.__dict__.pop(slot, None)
     for slot in ("_parameters", "_modules", "_buffers"):
         copy.__dict__[slot] = dict(module.__dict__[slot])
+    for slot in ("_forward_hooks", "_forward_pre_hooks"):  # its own, since code that is run may add some
+        copy.__dict__[slot] = OrderedDict()
     for name, value in replaced.items():
         if name in copy._parameters:
             copy._parameters[name] = value

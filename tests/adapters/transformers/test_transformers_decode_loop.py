@@ -219,6 +219,15 @@ def test_what_is_changed_after_it_is_noticed(change, calls):
     assert not calls.count
 
 
+def test_a_configuration_that_wants_outputs(calls):
+    """transformers adds hooks at the first forward, and once."""
+    model = tiny("Qwen3").requires_grad_(False)
+    model.config.output_hidden_states = True
+    with put_in(model), torch.no_grad():
+        assert not any(module._forward_hooks for module in model.modules())
+        assert len(model(**prompts()).hidden_states) == 3
+
+
 def test_what_a_caller_wants_to_see_is_there(calls):
     model = tiny("Qwen3").requires_grad_(False)
     given = prompts("left")
