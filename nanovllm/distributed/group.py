@@ -39,6 +39,10 @@ class Group:
         """The sum of x over the ranks, in the memory of x if it is contiguous; equal to the bit on all ranks."""
         return self._reduced(x, torch.distributed.ReduceOp.SUM) if self.size > 1 else x
 
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """The largest of each number of x over the ranks, in the memory of x if it is contiguous."""
+        return self._reduced(x, torch.distributed.ReduceOp.MAX) if self.size > 1 else x
+
     def all_gather_last(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """x [rows, n] of every rank, side by side in the order of the ranks: the first `length` columns."""
         if self.size == 1:

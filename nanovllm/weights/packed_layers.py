@@ -72,10 +72,10 @@ class ShardPlanes:
         packed = {module for module, _ in shards}
         self._without_bias = {name for name in packed if getattr(model.get_submodule(name), "bias", None) is None}
         self._tied = model.config.tie_word_embeddings
-        self._quantised: set[str] = set()
+        self._quantised: dict[str, nn.Module] = {}
         if quantiser is not None:
-            self._quantised = {name for name, module in model.named_modules() if quantiser.takes(name, module)}
-        self.modules = {module for module, _ in shards} | self._quantised
+            self._quantised = {name: module for name, module in model.named_modules() if quantiser.takes(name, module)}
+        self.modules = {module for module, _ in shards} | set(self._quantised)
 
     def takes(self, place: Place) -> bool:
         """Whether a tensor is a plane, or all, of a weight in a layer that gets packed weights."""
@@ -128,7 +128,7 @@ class ShardPlanes:
         weight = tensor.to(self._dtype)
         if module not in self._quantised or self._quantiser is None:
             return FloatMatrix(weight)
-        matrix, label = self._quantiser.quantised(module, shard, weight)
+        matrix, label = self._quantiser.quantised(module, self._quantised[module], shard, weight)
         if label is not None:
             self.labels[label if module != "lm_head" else f"{label} (LM head)"] += 1
         return matrix

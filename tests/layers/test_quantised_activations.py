@@ -17,7 +17,7 @@ from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.stored_matrices import FloatMatrix
 from nanovllm.model_config import ModelConfig
-from nanovllm.weights.quantization.online import to_fp8
+from nanovllm.weights.quantization.online import to_fp8_blocks as to_fp8
 from tests import tiny
 from tests.native import NATIVE
 from tests.providers import registered

@@ -12,7 +12,7 @@ from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights.cpu_blocks import as_gguf
 from nanovllm.weights.gguf import dequantized
 from nanovllm.weights.quantization.k_quants import to_k_quants
-from nanovllm.weights.quantization.online import group_size, to_fp8, to_int
+from nanovllm.weights.quantization.online import group_size, to_fp8, to_fp8_blocks, to_int
 from tests import tiny
 from tests.weights.test_quantised_checkpoints import GREEDY, OPTIONS, PACKED, packed_names, prompts
 
@@ -26,6 +26,21 @@ def drawn(rows, columns, dtype=torch.float32, seed=0):
 def test_fp8_is_within_a_step_of_the_weight(shape, dtype):
     weight = drawn(*shape, dtype)
     matrix = to_fp8(weight)
+    assert matrix.shape == shape and matrix.scale.shape == (shape[0], 1)
+    error = (matrix.dequantised() - weight.float()).abs()
+    # Three bits of mantissa: half a step is 1/16 of the value, or half of the least subnormal number.
+    assert (error <= (weight.float().abs() / 16).maximum(matrix.scale * 2**-10) * 1.001).all()
+    assert (matrix.weight.float().abs().amax(1) == 448).all()  # each row uses the whole range
+    whole = torch.cat([weight, 3 * weight], 1)
+    part = to_fp8(weight, largest_of=lambda largest: largest.maximum(to_fp8(3 * weight).scale * 448))
+    assert torch.equal(part.dequantised(), to_fp8(whole).dequantised()[:, : shape[1]])
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (200, 130), (1, 1), (37, 129)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_fp8_are_within_a_step_of_the_weight(shape, dtype):
+    weight = drawn(*shape, dtype)
+    matrix = to_fp8_blocks(weight)
     assert matrix.shape == shape and matrix.scale.shape == (-(-shape[0] // 128), -(-shape[1] // 128))
     error = (matrix.dequantised() - weight.float()).abs()
     scale = matrix.by_row().scale.repeat_interleave(128, 1)[:, : shape[1]]
@@ -35,7 +50,8 @@ def test_fp8_is_within_a_step_of_the_weight(shape, dtype):
         assert matrix.weight[i : i + 128, :128].float().abs().max() == 448
 
 
-def test_the_whole_range_and_zeros():
+@pytest.mark.parametrize("to_fp8", [to_fp8, to_fp8_blocks])
+def test_the_whole_range_and_zeros(to_fp8):
     weight = torch.zeros(256, 256)
     weight[:128, 128:], weight[128:, :128] = 3e38, 1e-42
     matrix = to_fp8(weight)
@@ -206,7 +222,11 @@ def test_a_gguf_file_of_floats_is_quantised(tmp_path):
 
 def test_large_matrices_are_quantised_a_part_at_a_time():
     weight = drawn(400, 256)
-    whole = to_fp8(weight), to_int(weight, 4, 64)
-    split = to_fp8(weight, at_once=128 * 256), to_int(weight, 4, 64, at_once=128 * 256)
+    whole = to_fp8(weight), to_fp8_blocks(weight), to_int(weight, 4, 64)
+    split = (
+        to_fp8(weight, at_once=2**15),
+        to_fp8_blocks(weight, at_once=2**15),
+        to_int(weight, 4, 64, at_once=128 * 256),
+    )
     for one, parts in zip(whole, split):
         assert all(torch.equal(a, b) for a, b in zip(one.planes.values(), parts.planes.values()))

@@ -1,8 +1,8 @@
 """Quantisation of floating-point weights while they are loaded.
 
-fp8 has scales for blocks of 128 x 128, as Qwen and DeepSeek publish it: the same kernels serve both, and a layer that
-is split over ranks has the blocks of the whole one. int4 and int8 have symmetric groups of up to 128 columns. q4_k_m is
-GGUF's mixture of Q4_K and Q6_K.
+fp8 has a scale for each row, with which products are fastest; experts have blocks of 128 x 128, which their op reads.
+A layer that is split over ranks has the scales of the whole one. int4 and int8 have symmetric groups of up to 128
+columns. q4_k_m is GGUF's mixture of Q4_K and Q6_K.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from nanovllm.distributed.group import SINGLE
 from nanovllm.kernels.ops.linear_fp8 import BLOCK
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -34,17 +35,37 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 """Shares of the full range that int4 tries: a smaller scale clips the largest weights, and rounds the others less."""
 
 
-def to_fp8(weight: torch.Tensor, quantises_activations: bool = True, at_once: int = WEIGHTS_AT_ONCE) -> Fp8Matrix:
-    """weight [rows, columns], any float dtype, in blocks of 128 x 128, each scaled so that its largest value is 448.
+def to_fp8(
+    weight: torch.Tensor,
+    quantises_activations: bool = True,
+    at_once: int = WEIGHTS_AT_ONCE,
+    largest_of: Callable[[torch.Tensor], torch.Tensor] = lambda largest: largest,
+) -> Fp8Matrix:
+    """weight [rows, columns], any float dtype, each row scaled so that its largest value is 448.
 
     Args:
         quantises_activations: as of `Fp8Matrix`.
         at_once: weights that are quantised together.
+        largest_of: float32 [rows, 1], the largest magnitudes of these rows -> those of whole rows, if `weight` has some
+            of their columns.
     """
-    parts = [_to_fp8(part) for part in weight.split(_rows(weight, at_once))]
+    parts = weight.split(_rows(weight, at_once))
+    largest = largest_of(torch.cat([part.abs().amax(1, keepdim=True) for part in parts]).float())
+    scale = _scale_of(largest)
+    codes = [
+        _codes(part.float(), of_part).view(torch.uint8) for part, of_part in zip(parts, scale.split(len(parts[0])))
+    ]
+    return Fp8Matrix(torch.cat(codes).view(torch.float8_e4m3fn), scale, quantises_activations)
+
+
+def to_fp8_blocks(
+    weight: torch.Tensor, quantises_activations: bool = True, at_once: int = WEIGHTS_AT_ONCE
+) -> Fp8Matrix:
+    """`to_fp8` with scales of blocks of 128 x 128, as Qwen and DeepSeek publish weights."""
+    parts = [_to_fp8_blocks(part) for part in weight.split(_rows(weight, at_once))]
     return Fp8Matrix(
-        torch.cat([part.weight.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn),
-        torch.cat([part.scale for part in parts]),
+        torch.cat([codes.view(torch.uint8) for codes, _ in parts]).view(torch.float8_e4m3fn),
+        torch.cat([scale for _, scale in parts]),
         quantises_activations,
     )
 
@@ -54,15 +75,21 @@ def _rows(weight: torch.Tensor, at_once: int) -> int:
     return max(1, at_once // max(1, weight.shape[1]) // BLOCK) * BLOCK
 
 
-def _to_fp8(weight: torch.Tensor) -> Fp8Matrix:
+def _scale_of(largest: torch.Tensor) -> torch.Tensor:
+    return torch.where(largest > 0, largest / _FP8_MAX, 1.0)
+
+
+def _codes(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (weight / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _to_fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [block rows, 128, block columns, 128]
-    largest = blocks.abs().amax((1, 3))
-    scale = torch.where(largest > 0, largest / _FP8_MAX, 1.0)
-    scaled = (blocks / scale[:, None, :, None]).clamp_(-_FP8_MAX, _FP8_MAX)
-    quantised = scaled.flatten(2).flatten(0, 1)[:rows, :columns].to(torch.float8_e4m3fn)
-    return Fp8Matrix(quantised.contiguous(), scale)
+    scale = _scale_of(blocks.abs().amax((1, 3)))
+    codes = _codes(blocks, scale[:, None, :, None]).view(torch.uint8)
+    return codes.flatten(2).flatten(0, 1)[:rows, :columns].contiguous().view(torch.float8_e4m3fn), scale
 
 
 def group_size(columns: int) -> int | None:
@@ -110,8 +137,8 @@ def _to_int(weight: torch.Tensor, bits: int, group: int, dtype: torch.dtype) -> 
 
 
 FormOf = Callable[[str, str], str | None]
-"""From a layer's name, such as "model.layers.0.mlp.down_proj", and one of its shards to a form: "fp8", "int4", "int8",
-"Q4_K" or "Q6_K"; None: the shard stays as it is."""
+"""From a layer's name, such as "model.layers.0.mlp.down_proj", and one of its shards to a form: "fp8", "fp8 blocks",
+"int4", "int8", "Q4_K" or "Q6_K"; None: the shard stays as it is."""
 
 
 class Quantiser:
@@ -138,17 +165,23 @@ class Quantiser:
     def takes(self, name: str, module: nn.Module) -> bool:
         """Whether some of the layer's weights are quantised."""
         if isinstance(module, StackedMatrices):  # experts, whose op for packed weights reads 8-bit floats
-            return module.takes_fp8 and all(self._form_of(name, shard) == "fp8" for shard in module.shards)
+            return module.takes_fp8 and all((self._form_of(name, s) or "").startswith("fp8") for s in module.shards)
         kinds = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
         return isinstance(module, kinds) and any(self._form_of(name, shard) for shard in module.shards)
 
-    def quantised(self, name: str, shard: str, weight: torch.Tensor) -> tuple[StoredMatrix, str | None]:
+    def quantised(
+        self, name: str, module: nn.Module, shard: str, weight: torch.Tensor
+    ) -> tuple[StoredMatrix, str | None]:
         """(a layer's weight [rows, columns] in its form, what that form is; None: it is not quantised)."""
         form = self._form_of(name, shard)
         if form is None:
             return FloatMatrix(weight), None
+        in_layer = ".layers." in name
+        if form == "fp8 blocks" or (form == "fp8" and isinstance(module, StackedMatrices)):
+            return to_fp8_blocks(weight, in_layer), "fp8 in blocks of 128 x 128"
         if form == "fp8":
-            return to_fp8(weight, ".layers." in name), "fp8 in blocks of 128 x 128"
+            largest_of = module.group.largest if isinstance(module, RowParallelLinear) else SINGLE.largest
+            return to_fp8(weight, in_layer, largest_of=largest_of), "fp8 in rows"
         if form in ("Q4_K", "Q6_K"):
             if weight.shape[1] % 256 == 0:
                 return to_k_quants(weight, form), f"GGUF {form}"
@@ -175,7 +208,9 @@ def _form_of(checkpoint: Checkpoint) -> FormOf | None:
         storage = quantization.storage_of(of_first) if ".layers." in module else None
         if isinstance(storage, IntStorage):
             return f"int{storage.bits}"
-        return "fp8" if isinstance(storage, Fp8Storage) else None
+        if not isinstance(storage, Fp8Storage):
+            return None
+        return "fp8 blocks" if storage.block[1] else "fp8"
 
     return nearest
 

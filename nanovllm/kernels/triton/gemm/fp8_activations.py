@@ -65,7 +65,8 @@ def store_codes(
         tl.store(scales + token + group.to(tl.int64) * scale_stride, scale, group * GROUP < SIZE)
 
 
-@triton.jit
+# Not specialised on the number of tokens: that would compile the kernel again in the middle of serving.
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def quantise_kernel(
     x,  # [num_tokens, SIZE], rows x_stride apart; GATED: [num_tokens, 2 * SIZE], gate then up
     codes,  # uint8 [tokens, SIZE]
@@ -96,7 +97,7 @@ def quantise_kernel(
     store_codes(v, codes, scales, token, group, at, live, scale_stride, SIZE, GROUP, ROWS, LEAST, LARGEST, CONVERTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def normed_quantise_kernel(
     x,  # [num_tokens, SIZE], rows x_stride apart
     residual,  # like x
