@@ -69,7 +69,8 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
         for bits in (4, 8)
     },
 }  # fmt: skip
-"""What a checkpoint's config.json says that is stored as `LLM(quantization=...)` stores weights."""
+"""What a checkpoint's config.json says that is stored as `LLM(quantization=...)` stores weights; for fp8 one with the
+blocks in which models are published, where ours have a scale for each row."""
 
 
 def model_directory(job: Job, folder: Path) -> str:
