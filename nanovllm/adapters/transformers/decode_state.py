@@ -19,7 +19,8 @@ Tensor = torch.Tensor
 BLOCK = 64
 """Tokens of a block of the cache, where its length is a multiple: what the decode kernel for Hopper asks for."""
 EAGER_STEPS = 2
-"""Steps on a cache before they are captured: they compile kernels, and a cache of few steps is not worth a graph."""
+"""Steps on a cache before they are captured: they compile kernels. To capture costs as much as a step, so a cache of a
+shape that was captured before is captured at its first step."""
 
 
 class DecodeState:
@@ -52,6 +53,7 @@ class DecodeState:
             PagedKV(_paged(k, blocks), _paged(v, blocks), self._table, self._lens, length) for k, v in self._tensors
         ]
         self._products = stack.products(batch, fused=False)
+        self._shape = batch, length, padded
         self._steps = 0
         self._graph: Any = None
         self._out: Tensor | None = None
@@ -93,8 +95,9 @@ class DecodeState:
             torch.add(tokens, self._starts, out=self._table)
         self._x.copy_(x[:, 0])
         self._steps += 1
-        if self._graph is None and self._steps > EAGER_STEPS and self._stack.captures:
-            self._capture()
+        seen = self._shape in self._stack.captured
+        if self._graph is None and self._stack.captures and (seen or self._steps > EAGER_STEPS):
+            self._capture(seen)
         if self._graph is None:
             return self._advance(self._products)[:, None]
         self._graph.replay()
@@ -102,7 +105,7 @@ class DecodeState:
         assert self._out is not None
         return self._out[:, None].clone()
 
-    def _capture(self) -> None:
+    def _capture(self, seen: bool) -> None:
         products = self._stack.products(len(self._rows), fused=True)
 
         def advance() -> None:
@@ -110,7 +113,8 @@ class DecodeState:
 
         # Keys and values of the first run are stored again by the replay: the cache is not advanced yet.
         try:
-            self._graph = self._stack.capture(lambda: self._through_layers(products), advance)
+            self._graph = self._stack.capture(None if seen else lambda: self._through_layers(products), advance)
+            self._stack.captured.add(self._shape)
         except RuntimeError as error:
             self._stack.captures = False
             logger.warning("decode steps are not captured as a CUDA graph: %s", error)

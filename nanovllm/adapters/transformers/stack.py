@@ -77,6 +77,7 @@ class Stack:
 
     Attributes:
         run: the forward that is under way in this thread; None: the loop is not to be used.
+        captured: what graphs were captured for: (batch, length of the cache, padded).
         num_replays: decode steps so far that were replays of a graph.
     """
 
@@ -92,6 +93,7 @@ class Stack:
         self.captures = captures and weights[0].first[0].is_cuda
         self._config, self._layers, self.slots = config, layers, slots
         self._selection, self._silu = selection, silu
+        self.captured: set[tuple[int, int, bool]] = set()
         self.num_replays = 0
         self._states: weakref.WeakKeyDictionary[Any, DecodeState] = weakref.WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
@@ -181,8 +183,9 @@ class Stack:
             and list(map(Tensor.data_ptr, self._known)) == self._addresses
         )
 
-    def capture(self, warm_up: Callable[[], Any], fn: Callable[[], None]) -> Any:
-        """What `fn` launches as a CUDA graph. `warm_up` runs before it, on the stream of the capture.
+    def capture(self, warm_up: Callable[[], Any] | None, fn: Callable[[], None]) -> Any:
+        """What `fn` launches as a CUDA graph. `warm_up` runs before it, on the stream of the
+        capture; None: that was done for a call of the same shapes.
 
         Raises:
             RuntimeError: it cannot be captured.
@@ -193,7 +196,8 @@ class Stack:
         stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            warm_up()
+            if warm_up is not None:
+                warm_up()
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate meanwhile
             try:
                 fn()
