@@ -270,17 +270,25 @@ def _check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, gated: bo
     columns_of_a_scale(size, scale)
 
 
+def _own(x: torch.Tensor, num_tokens: int, outputs: int) -> bool:
+    """Whether `fp8_product` multiplies even what the library takes."""
+    if not x.is_cuda:
+        return True
+    major = torch.cuda.get_device_capability(x.device)[0]
+    return has_shared_operands(major) and splits_pay(num_tokens, outputs, num_sms(x))
+
+
 def _product(
     x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """x: what codes and scales were made of, for the number of tokens, the dtype and the shape of the result."""
     outputs, num_tokens = len(weight), x.numel() // x.shape[-1]
-    own = not x.is_cuda or (
-        has_shared_operands(torch.cuda.get_device_capability(x.device)[0])
-        and splits_pay(num_tokens, outputs, num_sms(x))
-    )
-    if not own and library_refuses(x, weight, scale) is None:
+    if not _own(x, num_tokens, outputs) and library_refuses(x, weight, scale) is None:
+        if scales.shape[1] == 1:
+            scales = scales.flatten()[
+                :, None
+            ]  # a stride of 1 between columns, of which there is one: some versions ask
         y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
         y = y[:num_tokens] if bias is None else y[:num_tokens] + bias
     else:

@@ -9,7 +9,13 @@ import torch.nn.functional as F
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.ops import add_rms_norm, linear_fp8, linear_fp8_dynamic, silu_and_mul
+from nanovllm.kernels.ops import (
+    add_rms_norm,
+    linear_fp8,
+    linear_fp8_dynamic,
+    silu_and_mul,
+    silu_and_mul_linear_fp8_dynamic,
+)
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8, refused
 from nanovllm.kernels.triton.gemm import fp8_activations
@@ -144,6 +150,18 @@ def test_wrong_shapes_are_errors():
         fp8_activations.silu_and_mul_linear_fp8_dynamic(randn(2, 256, dtype=torch.float32), *weights(16, 256, 128, 128))
     with pytest.raises(ValueError, match="scale: expected"):
         linear_fp8_dynamic(randn(2, 200, dtype=torch.float32), weight, scale[:, :1].repeat(3, 1))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="PyTorch's own product on a CPU, in place of cuBLAS's")
+@pytest.mark.parametrize("gated", [False, True])
+def test_scales_of_rows_go_to_pytorch(gated, poison, monkeypatch):
+    monkeypatch.setattr(fp8_activations, "library_refuses", lambda *call: None)
+    monkeypatch.setattr(fp8_activations, "_own", lambda *call: False)
+    weight, scale = weights(64, 256, 1, 0)
+    x = randn(5, 256 * (1 + gated), dtype=torch.bfloat16)
+    op = silu_and_mul_linear_fp8_dynamic if gated else linear_fp8_dynamic
+    got = getattr(fp8_activations, op.name)(x, weight, scale)
+    torch.testing.assert_close(got, op.native(x, weight, scale), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("rows, columns", [(0, 0), (1, 0), (128, 128)])
