@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def model(architecture: str = "qwen3", seed: int = 0, **overrides: Any) -> Any:
     import transformers
 
     config_class, model_class = (getattr(transformers, name) for name in CLASSES[architecture])
-    made = model_class(config_class(**DEFAULTS | overrides)).float().eval()
+    entries = deepcopy(DEFAULTS | overrides)  # a configuration keeps them, and callers share theirs
+    made = model_class(config_class(**entries)).float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
