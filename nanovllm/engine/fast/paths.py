@@ -65,8 +65,9 @@ class FastPaths:
         self.prefill: PrefillRunner | None = None
         self._by_context = by_context(kernels)
         self._sampling_kernel = kernels.providers["sample"] == "triton"
+        compiled = kernels.providers["sample"] != "native"  # then greedy rows are faster there than by PyTorch's argmax
         capture = self.policy.capture_sampling
-        self._capture_sampling = self._sampling_kernel if capture is None else capture
+        self._capture_sampling = compiled if capture is None else capture
         self._logits: torch.Tensor | None = None
         if self.enabled.decode_graphs or self.enabled.prefill_graphs:
             self._logits = torch.empty((config.max_num_seqs, model.config.vocab_size), dtype=model.dtype, device=device)

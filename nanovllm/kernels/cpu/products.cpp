@@ -61,17 +61,21 @@ inline void tile_times(const Weight& w, int64_t tile, const Tokens& x, int64_t t
     for (int m = 0; m < M; m++) out.put(token + m, tile, acc[m]);
 }
 
+// Some tiles for all tokens, a few tokens after the other: these stay in the first-level cache.
 template <typename T, int P>
-inline void quantised_tile(const Weight& w, int64_t tile, const Tokens& x, const Output& out) {
+inline void quantised_tiles(const Weight& w, int64_t begin, int64_t end, const Tokens& x, const Output& out) {
+    auto times = [&](auto count, int64_t token) {
+        for (int64_t tile = begin; tile < end; tile++) tile_times<T, P, count>(w, tile, x, token, out);
+    };
     int64_t m = 0;
-    for (; m + 8 <= x.count; m += 8) tile_times<T, P, 8>(w, tile, x, m, out);
+    for (; m + 8 <= x.count; m += 8) times(std::integral_constant<int, 8>{}, m);
     if (m + 4 <= x.count) {  // a case for each number of tokens would take long to compile
-        tile_times<T, P, 4>(w, tile, x, m, out);
+        times(std::integral_constant<int, 4>{}, m);
         m += 4;
     }
-    if (x.count - m == 1) tile_times<T, P, 1>(w, tile, x, m, out);
-    if (x.count - m == 2) tile_times<T, P, 2>(w, tile, x, m, out);
-    if (x.count - m == 3) tile_times<T, P, 3>(w, tile, x, m, out);
+    if (x.count - m == 1) times(std::integral_constant<int, 1>{}, m);
+    if (x.count - m == 2) times(std::integral_constant<int, 2>{}, m);
+    if (x.count - m == 3) times(std::integral_constant<int, 3>{}, m);
 }
 
 // ---- Weights that are floats
@@ -192,10 +196,8 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
     with_tile<NANOVLLM_PARTS, PART>(w.format, [&](auto format) {
         using T = decltype(format);
         if constexpr (!T::IS_FLOATS) {
-            for (int64_t tile = begin; tile < end; tile++) {
-                if (w.parts == 1) quantised_tile<T, 1>(w, tile, x, out);
-                else quantised_tile<T, EXACT_PARTS>(w, tile, x, out);
-            }
+            if (w.parts == 1) quantised_tiles<T, 1>(w, begin, end, x, out);
+            else quantised_tiles<T, EXACT_PARTS>(w, begin, end, x, out);
         } else if (x.count <= FEW * FEW_PASSES) {
             for (int64_t m = 0; m < x.count; m += FEW)
                 few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);

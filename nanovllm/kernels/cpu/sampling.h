@@ -50,7 +50,9 @@ inline int64_t largest_at(const float* x, int64_t size) {
     for (; i + LANES <= size; i += LANES) most = larger(load<Floats>(x + i), most);
     float top = maximum(most);
     for (int64_t j = i; j < size; j++) top = std::max(top, x[j]);
-    for (int64_t j = 0; j < size; j++)
+    int64_t first = 0;
+    while (first + LANES <= size && sum(load<Floats>(x + first) == top) == 0) first += LANES;
+    for (int64_t j = first; j < size; j++)
         if (x[j] == top) return j;
     return 0;  // all are NaN
 }
