@@ -24,6 +24,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,6 +120,15 @@ def children(pid: int) -> list[int]:
         return [int(child) for child in file.read().split()]
 
 
+def engine_of(pid: int) -> int | None:
+    """The engine's process of the server whose process is `pid`; None: none runs now."""
+    for child in children(pid):
+        with suppress(OSError), open(f"/proc/{child}/cmdline") as file:
+            if "nanovllm.serve.engine_process" in file.read().split("\0"):
+                return child
+    return None
+
+
 def metric(port: int, name: str) -> float:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
@@ -136,10 +146,10 @@ class Memory:
 
 
 def memory_of(pid: int) -> Memory:
-    """Of a server's process `pid` with the further API processes, its first child, and the whole GPU."""
-    engines, others = children(pid)[:1], children(pid)[1:]
-    front = sum(map(memory_mib, [pid, *others]))
-    return Memory(front, memory_mib(engines[0]) if engines else None, gpu_memory_mib())
+    """Of a server's process `pid` with its children but the engine's, of the engine's process, and of the whole GPU."""
+    engine = engine_of(pid)
+    front = sum(memory_mib(process) for process in (pid, *children(pid)) if process != engine)
+    return Memory(front, None if engine is None else memory_mib(engine), gpu_memory_mib())
 
 
 def gpu_memory_mib() -> float | None:
@@ -158,9 +168,9 @@ async def watch(storm: Storm, pid: int, end: float, kill_every: float) -> list[M
         found.append(await asyncio.to_thread(memory_of, pid))
         sizes = " + ".join(f"{size:.0f}" for size in (found[-1].front, found[-1].engine, found[-1].gpu) if size)
         print(f"{dict(storm.counts)}, memory {sizes} MiB, {len(storm.wrong)} wrong", flush=True)
-        if kill_every and time.monotonic() > next_kill and (engines := children(pid)):
+        if kill_every and time.monotonic() > next_kill and (engine := engine_of(pid)) is not None:
             next_kill += kill_every
-            os.kill(engines[0], signal.SIGKILL)
+            os.kill(engine, signal.SIGKILL)
     return found
 
 

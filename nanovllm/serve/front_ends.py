@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
@@ -40,6 +42,8 @@ class Outbox:
         self._behind = bytearray()
         self._changed = threading.Condition()
         self._closed = False
+        self.cut_off = False
+        """Whether this side has closed the connection."""
         self._thread: threading.Thread | None = None
 
     def send(self, data: bytes) -> None:
@@ -63,7 +67,7 @@ class Outbox:
 
     def close(self) -> None:
         with self._changed:
-            self._closed = True
+            self._closed = self.cut_off = True
             self._changed.notify_all()
             try:
                 self._sock.shutdown(socket.SHUT_RDWR)  # the thread that reads sees the end, and closes it
@@ -125,7 +129,7 @@ class FrontEnds:
     def serve(self, core: EngineCore, listener: socket.socket | None) -> None:
         """Let the front ends reach `core`, in threads. listener: where further front ends connect; None: none do."""
         self.send(READY, core.info)
-        threading.Thread(target=self._receive_first, args=(core,), name="receive", daemon=True).start()
+        threading.Thread(target=self._receive_first, args=(core, listener), name="receive", daemon=True).start()
         if listener is not None:
             threading.Thread(target=self._accept, args=(core, listener), name="accept", daemon=True).start()
 
@@ -134,8 +138,13 @@ class FrontEnds:
         for outbox in tuple(self._outboxes.values()):
             outbox.flush(seconds)
 
-    def _receive_first(self, core: EngineCore) -> None:
+    def _receive_first(self, core: EngineCore, listener: socket.socket | None) -> None:
         _receive(self._frames, core)
+        if listener is not None and not self._outboxes[0].cut_off:  # it may have been killed: nobody else does this
+            path = Path(listener.getsockname())
+            with suppress(OSError):
+                path.unlink()
+                path.parent.rmdir()
         core.close()
         # A step that never ends must not keep the GPU.
         timer = threading.Timer(_EXIT_SECONDS, os._exit, (1,))

@@ -243,12 +243,15 @@ def test_a_drain_reaches_all_processes(model_path, signals):
 
 
 @pytest.mark.slow
-def test_no_process_outlives_the_first_one(model_path):
+def test_nothing_outlives_the_first_process(model_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with Running(model_path) as server:
         parts = server.parts
+        assert list(tmp_path.glob("nanovllm-*/engine"))
         assert sorted(parts.values()) == ["api_process"] * (COUNT - 1) + ["engine_process"]
         server.process.kill()
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
+    assert not list(tmp_path.glob("nanovllm-*"))
 
 
 def test_several_sockets_share_a_port_that_no_other_server_has():
