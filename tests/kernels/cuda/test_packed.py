@@ -11,7 +11,15 @@ pytest.importorskip("triton")
 from nanovllm.kernels import ops
 from nanovllm.kernels.cuda import build
 from nanovllm.kernels.cuda.packed import library, products
-from nanovllm.kernels.cuda.packed.plan import MAX_TOKENS, plan_packed_cuda, turns_of_a_phase
+from nanovllm.kernels.cuda.packed.plan import (
+    MAX_TOKENS,
+    RING_STAGES,
+    ScalePlane,
+    phases_of,
+    plan_packed_cuda,
+    plan_ring,
+    turns_of_a_phase,
+)
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES, dequantise_gguf
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
 
@@ -89,6 +97,23 @@ def test_values(kind, rows, size, device, launches):
         check(first, x, values, bias)
         assert all(torch.equal(first, product(x, operands, bias)) for _ in range(3)), "other bits in another run"
     assert len(launches) == 20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("rows, size", [(16406, 512), (16406, 768), (600, 12288)])
+def test_values_of_large_blocks(kind, rows, size, device, launches):
+    """The plans of many rows, and columns for which x has phases: alone, gated and as sums."""
+    operands, values = make(kind, rows, size, device)
+    for tokens in (1, 8, 16):
+        x = torch.randn(tokens, size, dtype=BF16, device=device)
+        check(product(x, operands), x, values)
+        weight = products._operands(x, *operands)
+        check(products._run(x, weight, None, sums=True).sum(0).to(BF16), x, values)
+        gated = products.linear_packed_silu_and_mul(x, *operands)
+        plain = ops.silu_and_mul.native(products._run(x, weight, None))
+        torch.testing.assert_close(gated, plain, rtol=2**-7, atol=1e-5)
+    assert len(launches) == 12
 
 
 @pytest.mark.gpu
@@ -172,8 +197,30 @@ def test_plans():
     assert MAX_TOKENS == 16
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16])
+@pytest.mark.parametrize("four", [True, False])
+def test_blocks_of_the_ring_have_room(four, tokens):
+    """Threads, registers and shared memory of every plan fit; eight rows of scales are in different banks."""
+    header = (Path(library.FOLDER) / "packed.cuh").read_text()
+    assert f"RING_STAGES = {RING_STAGES};" in header
+    most_warps = int(re.search(r"RING_WARPS = (\d+);", header)[1])
+    planes = tuple(ScalePlane(*p) for p in ((2, 1), (2, 1), (1, -2), (1, -2))) if four else (ScalePlane(2, 2), None)
+    planes = (*planes, ScalePlane(1, -2), None)[:4]
+    for rows, groups in ((24576, 32), (4096, 96), (64, 2048), (151936, 32), (6144, 2)):
+        for sums in (False, True):
+            plan = plan_ring(four, rows, tokens, sums)
+            if plan is None:
+                continue
+            assert plan.warps <= most_warps and plan.fragments <= (1 if tokens <= 8 else 2)
+            steps = -(-groups // plan.splits) * (1 if four else 2)
+            turns = -(-steps // (plan.warps // plan.row_warps))
+            phases = phases_of(plan, turns, tokens, 128 if four else 64, planes)
+            assert 1 <= phases.turns <= turns and phases.shared_bytes <= 227 * 1024 and phases.panel[4] % 32 == 16
+    assert ScalePlane(2, 1).room(4) >= 3 * 2 + 14  # four steps from an odd one have parts of three pairs
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["int4", "k_planes"])
+@pytest.mark.parametrize("source", ["int4", "k_planes", "ring"])
 def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
     if build.toolchain_reason() is not None and build.cuda_home() is None:
         pytest.skip("needs nvcc")
@@ -184,6 +231,6 @@ def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
     assert kernels
     for ptx in kernels:
         assert "mma.sync.aligned.m16n8k16" in ptx
-        assert re.search(r"ld\.global\.nc\.L1::no_allocate\.L2::128B\.v4", ptx)
-        wait, first = ptx.index("griddepcontrol.wait"), ptx.index("ld.global.nc.L1")
+        load = "cp.async.cg.shared.global.L2::128B" if source == "ring" else "ld.global.nc.L1::no_allocate.L2::128B.v4"
+        wait, first = ptx.index("griddepcontrol.wait"), ptx.index(load)
         assert first < wait  # weights, which never change, are read before the kernel in front has ended

@@ -24,15 +24,16 @@ const void* data(const std::optional<at::Tensor>& x) { return x ? x->const_data_
 void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
              const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias, at::Tensor y,
              at::IntArrayRef numbers) {
-  TORCH_CHECK_VALUE(numbers.size() == 20, "numbers: expected 20");
+  TORCH_CHECK_VALUE(numbers.size() == 26, "numbers: expected 26");
   const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
   const auto u = [&](int i) { return static_cast<uint32_t>(numbers[i]); };
   const Product p{
       x.const_data_ptr(), static_cast<const uint8_t*>(weight.const_data_ptr()), data(scale),
       static_cast<const uint8_t*>(data(zero)), data(bias), y.mutable_data_ptr(), numbers[0], u(1), u(2), u(3), u(4), u(5),
-      u(6), n(7), n(8), n(9), n(10), n(11), n(12), n(13), n(14), n(15), n(16)};
+      u(6), n(7), n(8), n(9), n(10), n(11), n(12), n(13), n(14), n(15), n(16),
+      {n(17), n(18), n(19), n(20), n(21)}};
   TORCH_CHECK_VALUE(p.tokens >= 1 && p.tokens <= MAX_TOKENS, "x: expected 1 to ", MAX_TOKENS, " tokens");
-  const Launch how{n(17), n(18), n(19)};
+  const Launch how{n(22), n(23), n(24), n(25)};
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Real real = real_of(x);
@@ -44,7 +45,11 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
     error = int8_product(p, how, real, real_of(*scale), storage == Storage::int8_zero, stream);
   } else {
     TORCH_CHECK_VALUE(real == Real::bfloat16, "x: expected bfloat16 with blocks of GGUF");
-    error = storage < Storage::q4_k ? planes_product(p, how, storage, stream) : k_product(p, how, storage, stream);
+    if (how.fragments > 0) {
+      error = ring_product(p, how, storage, stream);
+    } else {
+      error = storage < Storage::q4_k ? planes_product(p, how, storage, stream) : k_product(p, how, storage, stream);
+    }
   }
   C10_CUDA_CHECK(error);
 }

@@ -42,18 +42,23 @@ struct Product {
   int32_t middle;              // the zero point of all weights
   int32_t gated;               // y = silu(gate) * up; the first half of the rows is the gate
   int32_t sums;                // y is float32 sums of the splits
+  int32_t panel[5];            // ring: where planes of scales begin in a row in shared memory, and the bytes of such a row
 };
 
 struct Launch {
   int32_t splits, warps, shared_bytes;
+  int32_t fragments;  // ring: of 16 rows, that a warp has; 0: not the kernel of ring.cuh
 };
 
 constexpr int MAX_TOKENS = 16;
+constexpr int RING_STAGES = 6;  // ring: steps of a warp whose weights are on their way
+constexpr int RING_WARPS = 12;  // ring: of a block, at most
 
 // Enqueue the product for x of type `x` and scales of type `scale`. The sources hold one storage each.
 cudaError_t int4_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
 cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
 cudaError_t planes_product(const Product&, const Launch&, Storage, cudaStream_t);  // x: bfloat16
 cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16
+cudaError_t ring_product(const Product&, const Launch&, Storage, cudaStream_t);    // x: bfloat16; Q4_K and Q6_K
 
 }  // namespace nanovllm::packed

@@ -9,8 +9,14 @@ MAX_TOKENS = 16
 SHARED_BYTES = 72 * 1024
 """Of a block, at most: three blocks have room in a multiprocessor of 228 KB."""
 WARP_ROWS = 32
+RING_STAGES = 6
+"""Steps of a warp whose weights are on their way, in the kernel of ring.cuh; as in packed.cuh."""
+_RING_SHARED_BYTES = 113 * 1024
+"""Of a block of that kernel, at most, with up to 8 warps and 8 tokens: two have room. Others have twice as much."""
 _ROW_BLOCKS = 2
 """Blocks a multiprocessor from which on few warps share a row."""
+_LARGE_ROWS = 16384
+"""From which on a product has enough blocks of 64 rows."""
 _LEAST_STEPS = 4
 """Groups of 128 columns that a split has at least."""
 
@@ -25,6 +31,8 @@ class PackedCudaPlan:
     """Of a block: `row_warps` times those that share the columns of a row."""
     splits: int
     """Blocks that share the columns of the same rows. More than one leave sums, which another kernel adds."""
+    fragments: int = 0
+    """Of 16 rows, that a warp has in the kernel of ring.cuh, 1 or 2. 0: the other kernel."""
 
 
 @functools.cache
@@ -46,3 +54,73 @@ def turns_of_a_phase(turns: int, bytes_a_turn: int) -> int:
     """For how many turns x is in shared memory at once. Two turns' weights are on their way, so it is even, or all."""
     most = max(2, SHARED_BYTES // bytes_a_turn // 2 * 2)
     return turns if turns <= most else most
+
+
+def plan_ring(four: bool, rows: int, tokens: int, sums: bool) -> PackedCudaPlan | None:
+    """For Q4_K (four) or Q6_K, where the kernel of ring.cuh was faster on an H200 at 1, 8 or 16 tokens for the shapes
+    of Qwen3-8B (docs/log/kernels.md); None elsewhere.
+    """
+    large = rows >= _LARGE_ROWS
+    if tokens == 1:
+        if sums:
+            return PackedCudaPlan(4, 8, 4 if four else 6, 1)
+        return PackedCudaPlan(4, 4, 1, 1) if large else PackedCudaPlan(1, 8, 1, 1)
+    if tokens <= 8:
+        return None if four or sums else PackedCudaPlan(3, 12, 1, 1)
+    if sums:
+        return PackedCudaPlan(4, 8, 4, 1 if four else 2)
+    if large:
+        return None if four else PackedCudaPlan(4, 8, 1, 2)
+    return PackedCudaPlan(3, 12, 1, 1)
+
+
+@dataclass(frozen=True)
+class ScalePlane:
+    """Scales or minima of a row that lie next to each other."""
+
+    bytes: int
+    """Of an element."""
+    shift: int
+    """2^shift steps share an element; below 0: a step has 2^-shift of them."""
+
+    def room(self, steps: int) -> int:
+        """Bytes for the elements of so many steps, copied in pieces of 16 bytes wherever they begin."""
+        elements = (steps >> self.shift) + 2 if self.shift > 0 else steps << -self.shift
+        return -(-(elements * self.bytes + 16 - self.bytes) // 16) * 16
+
+
+@dataclass(frozen=True)
+class Phases:
+    """What a block of the kernel of ring.cuh has in shared memory."""
+
+    turns: int
+    """Of a phase: as long, x and the scales are in shared memory. In a turn every warp takes a step."""
+    panel: tuple[int, ...]
+    """Where the four planes of a row begin, and the bytes of such a row: an odd number of pieces of 16 bytes, so that
+    eight rows are in different banks.
+    """
+    shared_bytes: int
+
+
+@functools.cache
+def phases_of(
+    plan: PackedCudaPlan, turns: int, tokens: int, step_columns: int, planes: tuple[ScalePlane | None, ...]
+) -> Phases:
+    """The longest phases that have room, of at most `turns` turns.
+
+    Raises:
+        ValueError: not even one turn has room.
+    """
+    column_warps, rows = plan.warps // plan.row_warps, plan.row_warps * plan.fragments * 16
+    fixed = plan.warps * RING_STAGES * plan.fragments * 1024 + tokens * 64  # the ring; between the rows of x
+    sums = (column_warps - 1) * rows * -(-tokens // 8) * 8 * 4
+    limit = _RING_SHARED_BYTES * (2 if tokens > 8 or plan.warps > 8 else 1)
+    for count in range(turns, 0, -1):
+        ends = [0]
+        for plane in planes:
+            ends.append(ends[-1] + (plane.room(count * column_warps) if plane else 0))
+        panel = (*ends[:4], ends[4] if ends[4] // 16 % 2 else ends[4] + 16)
+        needed = fixed + rows * panel[4] + count * column_warps * tokens * step_columns * 2
+        if needed <= limit:
+            return Phases(count, panel, max(needed, sums))
+    raise ValueError(f"{plan}: a turn of {tokens} tokens needs {needed} bytes of shared memory; {limit} are there")

@@ -409,15 +409,13 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
   }
 }
 
-template <typename T, typename SCALE, Storage STORAGE, int NT>
-cudaError_t launch(const Product& p, const Launch& how, cudaStream_t stream) {
-  auto kernel = product_kernel<T, SCALE, STORAGE, NT>;
+// rows: of a block.
+inline cudaError_t enqueue(void (*kernel)(Product), int rows, const Product& p, const Launch& how, cudaStream_t stream) {
   if (how.shared_bytes > 48 * 1024) {
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
     if (error != cudaSuccess) return error;
   }
-  const int rows = 32 * p.row_warps;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3((p.rows + rows - 1) / rows, how.splits, 1);
   config.blockDim = dim3(32 * how.warps);
@@ -429,6 +427,11 @@ cudaError_t launch(const Product& p, const Launch& how, cudaStream_t stream) {
   config.attrs = &attribute;
   config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, p);
+}
+
+template <typename T, typename SCALE, Storage STORAGE, int NT>
+cudaError_t launch(const Product& p, const Launch& how, cudaStream_t stream) {
+  return enqueue(product_kernel<T, SCALE, STORAGE, NT>, 32 * p.row_warps, p, how, stream);
 }
 
 template <typename T, typename SCALE, Storage STORAGE>

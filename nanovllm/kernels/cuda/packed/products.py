@@ -14,7 +14,16 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cuda.packed.library import product_kernel
-from nanovllm.kernels.cuda.packed.plan import MAX_TOKENS, WARP_ROWS, plan_packed_cuda, turns_of_a_phase
+from nanovllm.kernels.cuda.packed.plan import (
+    MAX_TOKENS,
+    WARP_ROWS,
+    PackedCudaPlan,
+    ScalePlane,
+    phases_of,
+    plan_packed_cuda,
+    plan_ring,
+    turns_of_a_phase,
+)
 from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf
 from nanovllm.kernels.ops.linear_int4 import group_size
 from nanovllm.kernels.ops.linear_packed import check_storage
@@ -24,6 +33,8 @@ from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, 
 from nanovllm.kernels.triton.rows.activation import silu_and_mul
 
 _GROUP = 128
+_SCALE_BYTES = {"d": 2, "m": 2, "sc": 1, "mn": 1}
+"""Of a number of the planes of scales and minima."""
 _ALL = 31
 """The shift of step numbers of weights whose rows have one scale."""
 
@@ -46,6 +57,7 @@ class _Weight:
     step_shift: int = 0
     middle: int = 0
     planes: tuple[int, int, int, int] = (0, 0, 0, 0)  # of d, m, sc and mn in a row
+    scales: tuple[ScalePlane | None, ...] = ()  # the same four
 
 
 def _wide(x: torch.Tensor) -> bool:
@@ -75,8 +87,15 @@ def _planes(size: int, weight: torch.Tensor, kind: str) -> _Weight | None:
     if not planes:
         return None
     offsets = of.plane_offsets(size)[0]
-    d, m, sc, mn = (offsets.get(name, 0) for name in ("d", "m", "sc", "mn"))
-    return _Weight(_storage(of), of.bits, weight, middle=of.zero, planes=(d, m, sc, mn))
+    d, m, sc, mn = (offsets.get(name, 0) for name in _SCALE_BYTES)
+    scales = tuple(_scale_plane(of, name) if name in of.planes else None for name in _SCALE_BYTES)
+    return _Weight(_storage(of), of.bits, weight, middle=of.zero, planes=(d, m, sc, mn), scales=scales)
+
+
+def _scale_plane(of: GGUFType, name: str) -> ScalePlane:
+    bytes_each = _SCALE_BYTES[name]
+    columns = of.block_size * bytes_each // of.planes[name]  # of a number; a step has 512 / bits
+    return ScalePlane(bytes_each, (columns * of.bits).bit_length() - 10)
 
 
 def _storage(of: GGUFType) -> _Storage:
@@ -105,6 +124,13 @@ def _operands(
     return _affine(size, weight, scale, zero, bits, x.dtype)
 
 
+def _plan(w: _Weight, rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool) -> PackedCudaPlan:
+    ring = None
+    if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
+        ring = plan_ring(w.storage == _Storage.Q4_K, rows, tokens, sums)
+    return ring or plan_packed_cuda(rows, groups, multiprocessors, sums)
+
+
 def _run(
     x: torch.Tensor, w: _Weight, bias: torch.Tensor | None, gated: bool = False, sums: bool = False
 ) -> torch.Tensor:
@@ -116,15 +142,20 @@ def _run(
     (rows, _), size = w.codes.shape, x.shape[-1]
     tokens = x.numel() // size
     columns = 512 // w.bits  # of a step
-    plan = plan_packed_cuda(rows, size // _GROUP, num_sms(x), sums)
+    plan = _plan(w, rows, size // _GROUP, tokens, num_sms(x), sums)
     steps, group_steps = size // columns, _GROUP // columns
     split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
     splits = cdiv(steps, split_steps)
     column_warps = plan.warps // plan.row_warps
     turns = cdiv(split_steps, column_warps)
-    phase = turns_of_a_phase(turns, tokens * column_warps * columns * 2)
-    of_x = tokens * phase * column_warps * columns * 2
-    of_sums = (column_warps - 1) * plan.row_warps * WARP_ROWS * 8 * cdiv(tokens, 8) * 4
+    panel: tuple[int, ...] = (0,) * 5
+    if plan.fragments:
+        phases = phases_of(plan, turns, tokens, columns, w.scales)
+        phase, panel, shared_bytes = phases.turns, phases.panel, phases.shared_bytes
+    else:
+        phase = turns_of_a_phase(turns, tokens * column_warps * columns * 2)
+        of_x = tokens * phase * column_warps * columns * 2
+        shared_bytes = max(of_x, (column_warps - 1) * plan.row_warps * WARP_ROWS * 8 * cdiv(tokens, 8) * 4)
     if sums:
         y = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
     else:
@@ -132,7 +163,7 @@ def _run(
     scale_stride = 0 if w.scale is None else w.scale.stride(0)
     numbers = (
         stride, w.codes.stride(0), scale_stride, *w.planes, tokens, rows, steps, split_steps, phase, plan.row_warps,
-        w.step_shift, w.middle, gated, sums, splits, plan.warps, max(of_x, of_sums),
+        w.step_shift, w.middle, gated, sums, *panel, splits, plan.warps, shared_bytes, plan.fragments,
     )  # fmt: skip
     product_kernel(x.device)(w.storage, x, w.codes, w.scale, w.zero, adjacent(bias), y, numbers)
     return y

@@ -1,0 +1,325 @@
+// The kernel of Q4_K and Q6_K where it is faster than that of product.cuh, of which it has the mapping to the tensor cores.
+//
+// Weights go through shared memory only to have RING_STAGES steps under way without registers: a lane copies the bytes that it
+// will read itself, so no thread waits for another. Scales of all rows of the block are copied in pieces of 16 bytes. Weights
+// and scales are asked for before the kernel in front has ended.
+#pragma once
+
+#include "product.cuh"
+
+namespace nanovllm::packed {
+
+__device__ __forceinline__ void copy16(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void wait_groups() {  // until at most N of this thread's groups are under way
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ uint32_t load_shared16(uint32_t at) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared8(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
+  return v;
+}
+
+// An integer q of 4 or 8 bits is a number without an instruction: as the bits of a bfloat16, it is q * 2^-133, below the smallest
+// normal number and up to twice of it. One fma multiplies it by a scale times 2^105, which has room for any, and adds.
+constexpr float SCALE_FACTOR = 0x1p105f, SCALED_UNIT = 0x1p-28f;
+
+// Pair i of a word; FOUR: an odd one is 16 times its number.
+template <bool FOUR>
+__device__ __forceinline__ uint32_t bits_of(uint32_t word, int i) {
+  if constexpr (FOUR) {
+    return (i < 2 ? word : word >> 8) & (i & 1 ? 0x00f000f0 : 0x000f000f);
+  } else {
+    return __byte_perm(word, 0, i == 0 ? 0x4240 : 0x4341);
+  }
+}
+
+// Of a thread. The largest block, RING_WARPS warps, has room with any of them.
+constexpr int registers(int tokens, int fragments) {
+  return fragments == 1 ? (tokens == 1 ? 64 : 80) : (tokens == 1 ? 80 : 128);
+}
+static_assert(RING_WARPS * 32 * 128 <= 65536);
+
+template <Storage STORAGE, int NT, int FR>
+__global__ void __maxnreg__(registers(NT, FR)) ring_kernel(const __grid_constant__ Product p) {
+  using T = __nv_bfloat16;
+  using K = Traits<STORAGE>;
+  constexpr bool FOUR = K::four;
+  constexpr int CHUNKS = K::columns / 8;  // of 8 columns of x, in a step
+  constexpr int LANE_CHUNKS = CHUNKS / 4;
+  extern __shared__ __align__(128) uint8_t shared[];
+
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int g = lane >> 2, t = lane & 3;
+  const int column_warps = warps / p.row_warps, row_warp = warp / column_warps, column_warp = warp - row_warp * column_warps;
+  const int tokens = p.tokens, half = p.rows >> 1;
+  const int first_step = blockIdx.y * p.split_steps, steps = min(p.split_steps, p.steps - first_step);
+
+  // Fragments of a block and the rows of each: h is 0 or 1, for its rows 0 to 7 and 8 to 15.
+  const int block_fragment = blockIdx.x * p.row_warps * FR;
+  auto row_of = [&](int fragment, int h, int i) {
+    return p.gated ? (block_fragment + fragment) * 8 + i + h * half : (block_fragment + fragment) * 16 + i + h * 8;
+  };
+  auto valid_row = [&](int fragment, int h, int i) {
+    return min(row_of(fragment, h, i), (p.gated ? (h + 1) * half : p.rows) - 1);
+  };
+
+  const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const uint32_t panel = ring + warps * (RING_STAGES * FR * 1024);
+  const uint32_t x_shared = panel + p.row_warps * (FR * 16) * p.panel[4];
+
+  // Weights: each lane copies the 16 bytes of each of its rows that it will read, so no thread waits for another.
+  const uint8_t* from[FR][2];
+#pragma unroll
+  for (int f = 0; f < FR; ++f) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      from[f][h] = p.weight + uint32_t(valid_row(row_warp * FR + f, h, g)) * p.weight_stride +
+                   uint32_t((first_step + column_warp) * 64 + t * 16);
+    }
+  }
+  const uint32_t lane_ring = ring + warp * (RING_STAGES * FR * 1024) + lane * 16;
+  const int turn_bytes = column_warps * 64;
+  auto load = [&](uint32_t slot) {
+#pragma unroll
+    for (int f = 0; f < FR; ++f) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        copy16(slot + (f * 2 + h) * 512, from[f][h]);
+        from[f][h] += turn_bytes;
+        asm volatile("" : "+l"(from[f][h]));  // else it is computed anew each time, to have a register more
+      }
+    }
+  };
+
+  // Scales of a phase in shared memory: for each row of the block pieces of 16 bytes that hold them.
+  uint32_t plane_at[4];  // minus the place of the first
+  uint32_t panel_row = panel + (row_warp * (FR * 16) + g) * p.panel[4];
+  auto stage_plane = [&](int i, uint32_t offset, int bytes, int begin, int end) {  // elements of `bytes` of each row
+    const int pieces = (p.panel[i + 1] - p.panel[i]) >> 4;
+    for (int r = threadIdx.x >> 3; r < p.row_warps * FR * 16; r += blockDim.x >> 3) {
+      const uintptr_t first = reinterpret_cast<uintptr_t>(p.weight + offset) +
+                              uintptr_t(uint32_t(valid_row(r >> 4, (r >> 3) & 1, r & 7))) * p.weight_stride + begin * bytes;
+      const int count = int((first & 15) + (end - begin) * bytes + 15) >> 4;
+      for (int c = threadIdx.x & 7; c < min(count, pieces); c += 8) {
+        copy16(panel + r * p.panel[4] + p.panel[i] + c * 16, reinterpret_cast<const void*>((first & ~uintptr_t(15)) + c * 16));
+      }
+    }
+    plane_at[i] = panel_row + p.panel[i] + ((offset + begin * bytes) & 15) - begin * bytes;
+  };
+  auto stage_scales = [&](int begin, int end) {  // steps of the whole row
+    const int part = begin << K::step_parts_shift, last_part = end << K::step_parts_shift;
+    const int block = begin >> K::block_shift, last_block = ((end - 1) >> K::block_shift) + 1;
+    stage_plane(0, p.d, 2, block, last_block);
+    if constexpr (K::minimum) stage_plane(1, p.m, 2, block, last_block);
+    stage_plane(2, p.sc, 1, part, last_part);
+    if constexpr (K::minimum) stage_plane(3, p.mn, 1, part, last_part);
+  };
+
+  // x in shared memory: [token][step of the phase][chunk of a lane][lane of four][8 columns], columns in the order of the
+  // decoded pairs. Rows of tokens end with 64 bytes that are not used: those of two tokens are in different banks.
+  const int phase_steps = p.phase_turns * column_warps;
+  const uint32_t token_bytes = phase_steps * CHUNKS * 16 + 64;
+  auto stage = [&](int begin) {
+    const int count = min(phase_steps, steps - begin) * CHUNKS;
+    const T* x = static_cast<const T*>(p.x) + int64_t(first_step + begin) * K::columns;
+    for (int token = warp; token < tokens; token += warps) {
+#pragma unroll 4
+      for (int c = lane; c < count; c += 32) {
+        const uint4 v = *reinterpret_cast<const uint4*>(x + token * p.x_stride + c * 8);
+        const int place = (c & ~(CHUNKS - 1)) + (c % LANE_CHUNKS) * 4 + (c / LANE_CHUNKS) % 4;
+        const uint32_t to = x_shared + token * token_bytes + place * 16;
+        if constexpr (FOUR) {  // columns (0, 4), (1, 5), (2, 6), (3, 7)
+          store_shared(to, __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                       __byte_perm(v.y, v.w, 0x7632));
+        } else {  // (0, 2), (1, 3), (4, 6), (5, 7)
+          store_shared(to, __byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410),
+                       __byte_perm(v.z, v.w, 0x7632));
+        }
+      }
+    }
+  };
+
+  // Where this lane's chunks of a token begin. Sums of tokens that do not exist are not used, so any other will do.
+  uint32_t x_lane = x_shared + min(g, tokens - 1) * token_bytes + t * 16;
+  uint32_t x_second = g + 8 < tokens ? 8 * token_bytes : 0;
+  asm volatile("" : "+r"(x_lane), "+r"(x_second));
+
+  float acc[FR][NT][4] = {};
+  auto multiply = [&](const uint4 (&words)[FR][2], int step, int local) {
+    const uint32_t x_step = x_lane + local * (CHUNKS * 16);
+    uint32_t scale2[FR][2][2], offset[FR][2];  // scale2: of even and odd pairs
+#pragma unroll
+    for (int f = 0; f < FR; ++f) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t row = (f * 16 + h * 8) * p.panel[4];
+        const uint32_t part = (step << K::step_parts_shift) + (t >> K::lane_shift);
+        const uint32_t block = (step >> K::block_shift) * 2;
+        float v = __half2float(__ushort_as_half(uint16_t(load_shared16(plane_at[0] + row + block))));
+        const uint32_t bits = load_shared8(plane_at[2] + row + part);
+        v *= K::signed_scales ? float_of_byte(bits ^ 0x80u) - 128.0f : float_of_byte(bits);
+        scale2[f][h][0] = Half<T>::pair(v * SCALE_FACTOR);
+        scale2[f][h][1] = Half<T>::pair(v * (FOUR ? SCALE_FACTOR / 16 : SCALE_FACTOR));
+        if constexpr (K::minimum) {
+          float m = __half2float(__ushort_as_half(uint16_t(load_shared16(plane_at[1] + row + block)))) * SCALED_UNIT;
+          m *= -float_of_byte(load_shared8(plane_at[3] + row + part));
+          offset[f][h] = Half<T>::pair(m);
+        } else {
+          offset[f][h] = Half<T>::pair(v * (-SCALED_UNIT * p.middle));  // a power of two times the rounded scale
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < LANE_CHUNKS; ++j) {
+      uint32_t a[FR][2][4];  // of two products
+#pragma unroll
+      for (int f = 0; f < FR; ++f) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const uint4& v = words[f][h];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {  // pair i of the 8 columns
+            const int w = FOUR ? j : 2 * j + (i >> 1);
+            const uint32_t word = w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w;
+            const uint32_t bits = bits_of<FOUR>(word, FOUR ? i : i & 1);
+            const uint32_t value = Half<T>::fma2(bits, scale2[f][h][FOUR ? i & 1 : 0], offset[f][h]);
+            a[f][i >> 1][2 * (i & 1) + h] = value;
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < NT; ++n) {
+        const uint4 b = load_shared(x_step + n * x_second + j * 64);
+#pragma unroll
+        for (int f = 0; f < FR; ++f) {
+          Half<T>::mma(acc[f][n], a[f][0], b.x, b.y);
+          Half<T>::mma(acc[f][n], a[f][1], b.z, b.w);
+        }
+      }
+    }
+  };
+
+  // Of this warp: local steps column_warp, column_warp + column_warps, ... below `steps`.
+  const int turns = (steps - column_warp + column_warps - 1) / column_warps;
+  const int all_turns = (steps + column_warps - 1) / column_warps;
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  stage_scales(first_step, first_step + min(phase_steps, steps));
+  commit();
+#pragma unroll
+  for (int d = 0; d < RING_STAGES; ++d) {
+    if (d < turns) load(lane_ring + d * (FR * 1024));
+    commit();
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+
+  uint32_t slot = lane_ring;
+  const uint32_t ring_end = lane_ring + RING_STAGES * FR * 1024;
+  for (int first = 0; first < all_turns; first += p.phase_turns) {
+    const int begin = first * column_warps;
+    if (first > 0) {
+      __syncthreads();
+      stage_scales(first_step + begin, first_step + min(begin + phase_steps, steps));
+      commit();
+      stage(begin);
+      wait_groups<0>();
+    } else {
+      stage(begin);
+      wait_groups<RING_STAGES>();
+    }
+    __syncthreads();
+    const int last = min(first + p.phase_turns, turns);
+    int local = column_warp;
+#pragma unroll 2
+    for (int turn = first; turn < last; ++turn, local += column_warps) {
+      wait_groups<RING_STAGES - 1>();
+      uint4 words[FR][2];
+#pragma unroll
+      for (int f = 0; f < FR; ++f) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) words[f][h] = load_shared(slot + (f * 2 + h) * 512);
+      }
+      if (turn + RING_STAGES < turns) load(slot);
+      commit();
+      slot = slot + FR * 1024 == ring_end ? lane_ring : slot + FR * 1024;
+      multiply(words, first_step + begin + local, local);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < FR * NT * 4; ++i) (&acc[0][0][0])[i] *= 1 / SCALED_UNIT;
+
+  // The column warps' sums, added in order.
+  float* sums = reinterpret_cast<float*>(shared);
+  constexpr int COUNT = FR * NT * 4;
+  if (column_warps > 1) {
+    __syncthreads();
+    if (column_warp > 0) {
+      float* to = sums + (row_warp * (column_warps - 1) + column_warp - 1) * COUNT * 32 + lane;
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) to[i * 32] = (&acc[0][0][0])[i];
+    }
+    __syncthreads();
+    if (column_warp > 0) return;
+    for (int w = 0; w < column_warps - 1; ++w) {
+      const float* from = sums + (row_warp * (column_warps - 1) + w) * COUNT * 32 + lane;
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) (&acc[0][0][0])[i] += from[i * 32];
+    }
+  }
+
+  const T* bias = static_cast<const T*>(p.bias);
+#pragma unroll
+  for (int f = 0; f < FR; ++f) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = n * 8 + 2 * t + e;
+        if (token >= tokens) continue;
+        if (p.gated) {
+          const int r = row_of(row_warp * FR + f, 0, g);
+          if (r >= half) continue;
+          const float gate = Half<T>::widen(Half<T>::narrow(acc[f][n][e])), up = Half<T>::widen(Half<T>::narrow(acc[f][n][2 + e]));
+          const float silu = Half<T>::widen(Half<T>::narrow(gate / (1.0f + __expf(-gate))));
+          static_cast<T*>(p.y)[int64_t(token) * half + r] = Half<T>::narrow(silu * up);
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int r = row_of(row_warp * FR + f, h, g);
+            if (r >= p.rows) continue;
+            float v = acc[f][n][2 * h + e];
+            if (p.sums) {
+              static_cast<float*>(p.y)[(int64_t(blockIdx.y) * tokens + token) * p.rows + r] = v;
+            } else {
+              if (bias) v += Half<T>::widen(bias[r]);
+              static_cast<T*>(p.y)[int64_t(token) * p.rows + r] = Half<T>::narrow(v);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+template <Storage STORAGE, int NT, int FR>
+cudaError_t ring_launch(const Product& p, const Launch& how, cudaStream_t stream) {
+  return enqueue(ring_kernel<STORAGE, NT, FR>, 16 * FR * p.row_warps, p, how, stream);
+}
+
+template <Storage STORAGE>
+cudaError_t ring_with_tokens(const Product& p, const Launch& how, cudaStream_t stream) {
+  if (how.warps > RING_WARPS || how.fragments > (p.tokens <= 8 ? 1 : 2)) return cudaErrorInvalidValue;
+  if (p.tokens <= 8) return ring_launch<STORAGE, 1, 1>(p, how, stream);
+  return how.fragments == 1 ? ring_launch<STORAGE, 2, 1>(p, how, stream) : ring_launch<STORAGE, 2, 2>(p, how, stream);
+}
+
+}  // namespace nanovllm::packed
