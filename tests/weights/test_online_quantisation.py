@@ -57,6 +57,8 @@ def test_the_whole_range_and_zeros(to_fp8):
     matrix = to_fp8(weight)
     assert matrix.not_finite() == 0 and (matrix.dequantised()[:128, 128:] - 3e38).abs().max() < 1e32
     assert (matrix.dequantised()[128:, 128:] == 0).all()
+    least = to_fp8(torch.eye(128) * 1e-44)  # of which 448th parts are 0
+    assert least.not_finite() == 0 and (least.dequantised() == 0).all()
     for bits in (4, 8):
         packed = to_int(weight.clamp(max=1e30), bits, 64)
         assert packed.not_finite() == 0 and packed.scale.dtype == torch.float32

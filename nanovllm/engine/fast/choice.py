@@ -100,3 +100,11 @@ def can_capture(kernels: Kernels, name: str = "attention_decode", level: int = l
         steps = "decode steps" if name == "attention_decode" else "steps with prompts"
         logger.log(level, "%s by %s cannot be captured: %s run without CUDA graphs", name, provider.name, steps)
     return provider.capturable
+
+
+def samples_in_graphs(kernels: Kernels) -> bool:
+    """Whether decode graphs sample as well: where sampling is compiled, which is faster than PyTorch's argmax, too, and
+    a graph can hold it.
+    """
+    provider = kernels.provider("sample")
+    return provider.name != "native" and provider.capturable

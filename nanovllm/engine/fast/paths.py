@@ -13,7 +13,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import current_group
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.fast.choice import by_context, enabled_paths
+from nanovllm.engine.fast.choice import by_context, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.cuda_graphs import CudaGraphs, GraphBackend
 from nanovllm.engine.fast.decode_runner import DecodeRunner
 from nanovllm.engine.fast.decode_state import DecodeState
@@ -65,9 +65,8 @@ class FastPaths:
         self.prefill: PrefillRunner | None = None
         self._by_context = by_context(kernels)
         self._sampling_kernel = kernels.providers["sample"] == "triton"
-        compiled = kernels.providers["sample"] != "native"  # then greedy rows are faster there than by PyTorch's argmax
         capture = self.policy.capture_sampling
-        self._capture_sampling = compiled if capture is None else capture
+        self._capture_sampling = samples_in_graphs(kernels) if capture is None else capture
         self._logits: torch.Tensor | None = None
         if self.enabled.decode_graphs or self.enabled.prefill_graphs:
             self._logits = torch.empty((config.max_num_seqs, model.config.vocab_size), dtype=model.dtype, device=device)

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.fast.choice import can_capture, enabled_paths
+from nanovllm.engine.fast.choice import can_capture, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.fast.step_shape import DecodeBuckets, batch_buckets, context_buckets
 from nanovllm.engine.step import StepKind
@@ -48,6 +48,11 @@ class Chosen:
 def test_what_the_host_plans_is_not_captured(provider, captured):
     """A capture would record the reference instead, at the largest context length."""
     assert can_capture(Chosen(attention_decode=provider)) is captured
+
+
+@pytest.mark.parametrize("provider, captured", [("native", False), ("triton", True), ("cpu", True), ("planned", False)])
+def test_graphs_hold_sampling_that_is_compiled_and_can_be_captured(provider, captured):
+    assert samples_in_graphs(Chosen(sample=provider)) is captured
 
 
 GPU = torch.device("cuda")

@@ -209,6 +209,7 @@ def test_blocks_of_the_ring_have_room(four, tokens):
     for rows, groups in ((24576, 32), (4096, 96), (64, 2048), (151936, 32), (6144, 2)):
         for sums in (False, True):
             plan = plan_ring(four, rows, tokens, sums)
+            assert plan_ring(four, rows, tokens, sums, small=True) is None
             if plan is None:
                 continue
             assert plan.warps <= most_warps and plan.fragments <= (1 if tokens <= 8 else 2)

@@ -28,6 +28,7 @@ from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf
 from nanovllm.kernels.ops.linear_int4 import group_size
 from nanovllm.kernels.ops.linear_packed import check_storage
 from nanovllm.kernels.triton.gemm import packed_products
+from nanovllm.kernels.triton.gemm.fp8_product import has_99_kib
 from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
 from nanovllm.kernels.triton.rows.activation import silu_and_mul
@@ -124,11 +125,11 @@ def _operands(
     return _affine(size, weight, scale, zero, bits, x.dtype)
 
 
-def _plan(w: _Weight, rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool) -> PackedCudaPlan:
+def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> PackedCudaPlan:
     ring = None
     if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
-        ring = plan_ring(w.storage == _Storage.Q4_K, rows, tokens, sums)
-    return ring or plan_packed_cuda(rows, groups, multiprocessors, sums)
+        ring = plan_ring(w.storage == _Storage.Q4_K, rows, tokens, sums, has_99_kib(x.device))
+    return ring or plan_packed_cuda(rows, x.shape[-1] // _GROUP, num_sms(x), sums)
 
 
 def _run(
@@ -142,7 +143,7 @@ def _run(
     (rows, _), size = w.codes.shape, x.shape[-1]
     tokens = x.numel() // size
     columns = 512 // w.bits  # of a step
-    plan = _plan(w, rows, size // _GROUP, tokens, num_sms(x), sums)
+    plan = _plan(w, x, rows, tokens, sums)
     steps, group_steps = size // columns, _GROUP // columns
     split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
     splits = cdiv(steps, split_steps)

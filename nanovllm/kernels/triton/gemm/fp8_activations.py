@@ -285,10 +285,8 @@ def _product(
     """x: what codes and scales were made of, for the number of tokens, the dtype and the shape of the result."""
     outputs, num_tokens = len(weight), x.numel() // x.shape[-1]
     if not _own(x, num_tokens, outputs) and library_refuses(x, weight, scale) is None:
-        if scales.shape[1] == 1:
-            scales = scales.flatten()[
-                :, None
-            ]  # a stride of 1 between columns, of which there is one: some versions ask
+        if scales.shape[1] == 1:  # some versions ask for a stride of 1 between columns, of which there is one
+            scales = scales.flatten()[:, None]
         y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
         y = y[:num_tokens] if bias is None else y[:num_tokens] + bias
     else:

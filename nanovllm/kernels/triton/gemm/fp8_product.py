@@ -226,4 +226,4 @@ def fp8_product(
         return
     parts = torch.empty((plan.splits, *out.shape), dtype=torch.float32, device=out.device)
     fp8_sums(codes, scales, weight, scale, None, parts, len(out), plan)
-    finish_splits(parts, bias, out, "none", False, has_dependent_launch(out.device))
+    finish_splits(parts, adjacent(bias), out, "none", False, has_dependent_launch(out.device))
