@@ -98,7 +98,7 @@ def _plan_of(mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, T
             f"attention_mask: this plan of nanovllm is for {mask.shape[0]} sequences and {width} numbers each, not for "
             f"{batch} sequences, {queries} queries and {length} keys"
         )
-    split = _split.__wrapped__ if torch.compiler.is_compiling() or _capturing(mask) else _split
+    split = _split.__wrapped__ if torch.compiler.is_compiling() or capturing(mask) else _split
     return split(mask, queries)
 
 
@@ -108,7 +108,7 @@ def _split(plan: Tensor, queries: int) -> tuple[Tensor, Tensor | None]:
     return visible, tokens if tokens.shape[1] else None
 
 
-def _capturing(tensor: Tensor) -> bool:
+def capturing(tensor: Tensor) -> bool:
     """Whether a CUDA graph is being captured, which may be replayed with other values in the plan."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -32,10 +33,13 @@ class DecodeState:
     Args:
         layers: of the cache, in the order of the model's layers.
         padded: whether steps name the slots of each sequence's tokens.
+        fresh: whether the cache had no state before. One whose tensors are replaced at every step, as beams do it,
+            would be captured at every step.
     """
 
-    def __init__(self, stack: Stack, layers: list[Any], batch: int, padded: bool) -> None:
-        self._stack, self._layers, self.padded = stack, layers, padded
+    def __init__(self, stack: Stack, layers: list[Any], batch: int, padded: bool, fresh: bool) -> None:
+        self._stack = weakref.proxy(stack)  # which has the states: after `undo` no cycle holds their memory
+        self.padded, self._fresh = padded, fresh
         self._tensors = [(layer.keys, layer.values) for layer in layers]
         first = layers[0].keys
         device, length, head_dim = first.device, first.shape[2], first.shape[3]
@@ -95,7 +99,7 @@ class DecodeState:
             torch.add(tokens, self._starts, out=self._table)
         self._x.copy_(x[:, 0])
         self._steps += 1
-        seen = self._shape in self._stack.captured
+        seen = self._fresh and self._shape in self._stack.captured
         if self._graph is None and self._stack.captures and (seen or self._steps > EAGER_STEPS):
             self._capture(seen)
         if self._graph is None:

@@ -13,7 +13,7 @@ from nanovllm.adapters.transformers.packed import Packed
 from nanovllm.adapters.transformers.patches import foreign_forward
 from nanovllm.adapters.transformers.probe import is_linear, plain_parameter, random, run, stand_in
 from nanovllm.adapters.transformers.selected import NOT_WANTED, Selection
-from nanovllm.adapters.transformers.stack import LayerWeights, Stack, StackOps
+from nanovllm.adapters.transformers.stack import LayerWeights, Stack, StackOps, only_recorders
 
 Parts = Mapping[nn.Module, Any]
 """Of each module that was replaced: what it was recognised as, and its packed weights."""
@@ -75,7 +75,7 @@ def _unsuited(layer: nn.Module) -> str | None:
     for module in layer.modules():
         if "_hf_hook" in module.__dict__:
             return "accelerate moves tensors between its modules"
-        if module._forward_hooks or module._forward_pre_hooks:
+        if not only_recorders((module._forward_hooks, module._forward_pre_hooks)):
             return "its modules have hooks"
         for parameter in module._parameters.values():
             if parameter is not None and (reason := plain_parameter(parameter)) is not None:

@@ -30,6 +30,7 @@ class Packed:
         self.weight = patches.join(weights)
         biases: list[Any] = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = patches.join(biases) if biases else None
+        self._layers = list(layers)
         self._addresses = [layer.weight.data_ptr() for layer in layers]
 
     @staticmethod
@@ -51,7 +52,11 @@ class Packed:
         return None
 
     def current(self, layers: Sequence[nn.Linear]) -> bool:
-        """Whether these are the layers, with the weights that were packed: not after `model.to(...)`, nor in a copy."""
+        """Whether these are the layers, with the weights that were packed and without hooks: not after `model.to(...)`,
+        nor in a copy, nor with the adapters of PEFT, which have the weight of the layer within.
+        """
+        if any(a is not b or a._forward_hooks or a._forward_pre_hooks for a, b in zip(layers, self._layers)):
+            return False
         if torch.compiler.is_compiling():
             return True  # addresses cannot be traced
         return all(layer.weight.data_ptr() == address for layer, address in zip(layers, self._addresses))

@@ -86,7 +86,7 @@ class Replacing:
             if isinstance(made, str):
                 self._outcomes.left(owner, "attention_decode", made)
                 continue
-            install(owner, made, self._patches)
+            install(owner, name, made, self._patches)
             how = ", on a static cache as a CUDA graph" if made.captures else ""
             provider = self._selection.kernels(next(layers[0].parameters()).device).provider("attention_decode")
             why = f"decode steps: all {len(layers)} layers in one loop{how}"

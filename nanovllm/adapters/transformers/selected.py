@@ -84,7 +84,7 @@ class Selection:
         provider = kernels.provider(op)
         if provider.name == "native" and not self.explicit:
             return f"on {device.type} its provider is the PyTorch reference, as fast as the model's own code"
-        fn = getattr(kernels, op)
+        fn = on_device(device, getattr(kernels, op))
         if all_ops()[op].reuses and provider.name != "native" and not provider.takes_fresh:
             return Call(op, provider.name, lambda *args: fn(*(copied(a) for a in args)))
         return Call(op, provider.name, fn, provider.takes_fresh)
@@ -110,6 +110,18 @@ class Selection:
         """For how many tokens a provider is to be called with this weight; None: any number."""
         counts = self._kernels[weight.device].provider(op).num_tokens_fn
         return None if counts is None else counts(weight)
+
+
+def on_device(device: torch.device, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn` with this GPU as the current one, on which Triton launches whatever the tensors are on."""
+    if device.type != "cuda" or torch.cuda.device_count() == 1:
+        return fn
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device(device):
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def copied(value: Any) -> Any:

@@ -7,9 +7,10 @@ model's own forward still makes masks, angles and results, and hooks on a layer 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple
@@ -17,11 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from nanovllm.adapters.transformers.attention import capturing
 from nanovllm.adapters.transformers.attention_layer import AttentionKind
 from nanovllm.adapters.transformers.decode_state import DecodeState, growing_step
 from nanovllm.adapters.transformers.patches import Patches, forward_slot
 from nanovllm.adapters.transformers.products import Linear, Products, by_kernels, by_the_library
-from nanovllm.adapters.transformers.selected import Selection
+from nanovllm.adapters.transformers.selected import Selection, on_device
 
 Tensor = torch.Tensor
 STACK = "_nanovllm_stack"
@@ -97,13 +99,14 @@ class Stack:
         self.num_replays = 0
         self._states: weakref.WeakKeyDictionary[Any, DecodeState] = weakref.WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
-        self._local = threading.local()
+        self._local, self._lock = threading.local(), threading.Lock()
 
-    def remember(self) -> None:
-        """What the modules are now is what the loop stands for."""
+    def remember(self, owner: nn.Module, name: str) -> None:
+        """What the modules are now is what the loop stands for: the layers `owner.name`, and what they contain."""
+        self._list = owner._modules, name, owner._modules[name]
         parts = [module for layer in self._layers for module in layer.modules()]
         self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._children = [m._modules for m in parts if m._modules]
+        self._children = [m._modules for m in (owner.get_submodule(name), *parts) if m._modules]
         self._children_then = [dict(children) for children in self._children]
         self._attributes, self._slots_of = [m.__dict__ for m in parts], [forward_slot(m) for m in parts]
         self._forwards = list(map(dict.get, self._attributes, self._slots_of))
@@ -143,7 +146,7 @@ class Stack:
         from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
         cache, plan, angles = given.get(self.kind.cache), given.get("attention_mask"), given.get("position_embeddings")
-        if x.shape[1] != 1 or cache is None or plan is None or angles is None or plan.dim() != 4:
+        if x.shape[1] != 1 or cache is None or plan is None or angles is None or plan.dim() != 4 or capturing(x):
             return None
         batch, width = x.shape[0], plan.shape[3]
         if plan.dtype != torch.int32 or plan.shape[0] != batch or x.dtype != self.weights[0].qkv[0].dtype:
@@ -162,7 +165,9 @@ class Stack:
             if state is None or not state.current(layers, batch, width > 1):
                 if DecodeState.refused(layers, x, self):
                     return None
-                state = self._states[cache] = DecodeState(self, layers, batch, width > 1)
+                with torch.inference_mode(False), torch.no_grad():  # whatever later steps run in
+                    state = DecodeState(self, layers, batch, width > 1, fresh=state is None)
+                self._states[cache] = state
             return state.step(x, *rest)
         if type(cache) is DynamicCache and self._are(layers, DynamicLayer):
             if layers[0].is_initialized and width in (1, 2 + layers[0].keys.shape[2]):
@@ -175,8 +180,9 @@ class Stack:
     def _unchanged(self) -> bool:
         """Whether modules, forwards and weights are those that the loop stands for, and no hook wants to be called."""
         return (  # without a loop in Python, since it runs in every step
-            not any(self._hooks)
+            (not any(self._hooks) or only_recorders(self._hooks, idle=True))
             and not torch.nn.modules.module._has_any_global_hook()
+            and self._list[0].get(self._list[1]) is self._list[2]
             and self._children == self._children_then
             and list(map(dict.get, self._attributes, self._slots_of)) == self._forwards
             and list(map(id, chain.from_iterable(map(dict.values, self._held)))) == self._ids
@@ -190,20 +196,23 @@ class Stack:
         Raises:
             RuntimeError: it cannot be captured.
         """
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.weights[0].first[0].device)
-        stream, before = self._stream, torch.cuda.current_stream(self._stream.device)
-        stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            if warm_up is not None:
-                warm_up()
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate meanwhile
+        with self._lock:  # the stream takes one capture at a time, and nothing else meanwhile
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.weights[0].first[0].device)
+            stream, before = self._stream, torch.cuda.current_stream(self._stream.device)
+            stream.wait_stream(before)
             try:
-                fn()
+                with torch.cuda.stream(stream):
+                    if warm_up is not None:
+                        warm_up()
+                    graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate meanwhile
+                    try:
+                        fn()
+                    finally:
+                        graph.capture_end()
             finally:
-                graph.capture_end()
-        before.wait_stream(stream)
+                before.wait_stream(stream)
         return graph
 
 
@@ -219,7 +228,7 @@ class _Forward:
         if self._result is None:
             if layer is not self._stack._layers[0]:
                 return None
-            self._result = self._stack.step(x, given)
+            self._result = on_device(x.device, self._stack.step)(x, given)
             return self._result
         if x is not self._result:
             raise RuntimeError(
@@ -229,14 +238,28 @@ class _Forward:
         return x
 
 
-def install(owner: nn.Module, stack: Stack, patches: Patches) -> None:
-    """Let a model run its layers by a stack, where the stack takes the call."""
+def only_recorders(hooks: Iterable[Mapping[int, Any]], idle: bool = False) -> bool:
+    """Whether all hooks are those of transformers that record outputs. It leaves them in a model whose outputs were
+    wanted once.
+
+    Args:
+        idle: and no output is to be recorded now.
+    """
+    code: Any = sys.modules.get("transformers.utils.output_capturing")
+    found = [hook for of_module in hooks if of_module for hook in of_module.values()]
+    if any(code is None or getattr(hook, "__module__", None) != code.__name__ for hook in found):
+        return False
+    return not found or not idle or not code._active_collector.get()
+
+
+def install(owner: nn.Module, name: str, stack: Stack, patches: Patches) -> None:
+    """Let a model run its layers, `owner.name`, by a stack, where the stack takes the call."""
     for module in (owner, *stack._layers):
         patches.set_attribute(module, STACK, stack)
         own = module.__dict__.get(forward_slot(module))
         own = type(module).forward if own is None else own.__func__
         patches.set_forward(module, _owner_forward(own) if module is owner else _layer_forward(own))
-    stack.remember()
+    stack.remember(owner, name)
 
 
 def _owner_forward(own: Callable[..., Any]) -> Callable[..., Any]:
