@@ -187,13 +187,19 @@ class ApiServers:
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         logger.error("API process %d ended with %s", process.index, ended)
         if not self._restart:
+            process.listening.close()  # or the kernel would deal it connections, which nobody would answer
+        while self._restart:
+            await asyncio.sleep(process.delay.died())
+            if self._draining:
+                return
+            logger.warning("API process %d is started again", process.index)
+            try:
+                self._spawn(process)
+            except OSError as error:  # no memory or no descriptors: there may be some later
+                logger.error("API process %d cannot be started: %s", process.index, error)
+                continue
+            self._talk(process)
             return
-        await asyncio.sleep(process.delay.died())
-        if self._draining:
-            return
-        logger.warning("API process %d is started again", process.index)
-        self._spawn(process)
-        self._talk(process)
 
     def _drain(self) -> None:
         self._draining = True
@@ -302,7 +308,8 @@ class FirstServer:
         try:
             return await asyncio.wait_for(self._summed, _SUM_SECONDS)
         except asyncio.TimeoutError:
-            return total([self._server.service.metrics.counts()], ["API process 0 does not answer"])
+            own = self._server.service.metrics.counts()
+            return msgspec.structs.replace(own, missing=("API process 0 does not answer",), partial=True)
 
 
 Siblings = ApiServers | FirstServer

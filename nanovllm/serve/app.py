@@ -37,7 +37,10 @@ class Route(NamedTuple):
 
 
 async def _metrics(service: Service, exchange: Exchange, key: str) -> None:
-    text = service.metrics.text(await service.counts())
+    counts = await service.counts()
+    if counts.partial:
+        raise ApiError(503, f"there are no sums of all processes: {counts.missing[0]}", code="no_sums", retry_after=5)
+    text = service.metrics.text(counts)
     await exchange.answer(200, text, [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
 
 

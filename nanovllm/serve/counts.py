@@ -22,7 +22,9 @@ class Counts(msgspec.Struct):
     engine_up: bool
     heartbeat_age: float
     missing: tuple[str, ...] = ()
-    """Why counts of other processes are not among these."""
+    """Why counts of other processes are not among these, or are old."""
+    partial: bool = False
+    """Whether they are of one process of several: Prometheus would take them for counters that began anew."""
 
     def ended(self) -> Counts:
         """What remains of a process that has ended."""

@@ -73,12 +73,9 @@ class ProcessClient(SocketClient):
         self._delay = RestartDelay()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._listener: socket.socket | None = None
-        if shared:  # a folder that only this user may enter
-            self._folder = tempfile.TemporaryDirectory(prefix="nanovllm-")
-            self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.bind(self.path)
-            self._listener.listen(128)
         try:
+            if shared:
+                self._listen()
             self._take(*self._spawn())
         except BaseException:
             self._stop_listening()
@@ -103,6 +100,18 @@ class ProcessClient(SocketClient):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def _listen(self) -> None:
+        """In a folder that only this user may enter."""
+        self._folder = tempfile.TemporaryDirectory(prefix="nanovllm-")
+        self._listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._listener.bind(self.path)
+        except OSError as error:  # names of sockets have at most about 100 characters
+            raise ValueError(
+                f"no socket at {self.path} ({error}); set TMPDIR to a folder with a shorter name"
+            ) from None
+        self._listener.listen(128)
 
     def _stop_listening(self) -> None:
         if self._listener is not None and self._folder is not None:

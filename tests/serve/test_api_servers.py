@@ -1,10 +1,8 @@
 """Several API processes in front of one engine: `nanovllm serve --api-servers N`."""
 
-import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +12,6 @@ import httpx
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.serve.counts import Counts, total
-from nanovllm.serve.front_ends import Outbox
-from nanovllm.serve.options import ServeOptions
-from nanovllm.serve.server import Listener
 from tests.serve.running import wait_until
 
 COUNT = 3
@@ -192,6 +186,44 @@ def test_an_engine_that_dies_is_told_by_all_processes(several):
 
 
 @pytest.mark.slow
+def test_without_restarts_no_connection_goes_to_a_process_that_has_died(model_path):
+    with Running(model_path, "--restart", "never") as server:
+        os.kill(server.pids("api_process")[0], signal.SIGKILL)
+        wait_until(lambda: any("ended with signal 9" in line for line in server.said))
+        for client in server.clients(30):
+            client.timeout = 20
+            assert client.get("/health").json()["reason"] == "API process 1 is not running"
+            client.close()
+
+
+@pytest.mark.slow
+def test_no_sums_are_given_when_the_first_process_does_not_answer(several):
+    wait_until(several.healthy)
+    clients = several.clients(16)
+    assert {client.get("/version").status_code for client in clients} == {200}  # each has its process now
+    os.kill(several.process.pid, signal.SIGSTOP)
+    try:
+        statuses, bodies = [], []
+
+        def read(client):
+            try:
+                answer = client.get("/metrics", timeout=9)
+                statuses.append(answer.status_code), bodies.append(answer.text)
+            except httpx.TimeoutException:  # it asked the first process
+                pass
+
+        threads = [threading.Thread(target=read, args=(client,)) for client in clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    finally:
+        os.kill(several.process.pid, signal.SIGCONT)
+    assert statuses and set(statuses) == {503} and all("API process 0 does not answer" in body for body in bodies)
+    wait_until(several.healthy)
+
+
+@pytest.mark.slow
 def test_a_process_that_does_not_answer_is_unhealthy(several):
     stopped = several.pids("api_process")[-1]
     os.kill(stopped, signal.SIGSTOP)
@@ -252,62 +284,3 @@ def test_nothing_outlives_the_first_process(model_path, tmp_path, monkeypatch):
         server.process.kill()
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
     assert not list(tmp_path.glob("nanovllm-*"))
-
-
-def test_several_sockets_share_a_port_that_no_other_server_has():
-    sockets = Listener(port=0).open_several(3)
-    try:
-        (port,) = {sock.getsockname()[1] for sock in sockets}
-        with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
-            Listener(port=port).open_several(2)
-    finally:
-        for sock in sockets:
-            sock.close()
-
-
-def test_limits_are_shared():
-    whole = ServeOptions(max_waiting=10, max_waiting_tokens=1000, max_connections=3)
-    each = whole.share(4)
-    assert (each.max_waiting, each.max_waiting_tokens, each.max_connections) == (3, 250, 1)
-    assert whole.share(1) == whole
-
-
-def test_counts_of_processes_are_added():
-    one = Counts([([1, 2], 0.5)], {"a": 1}, {"stop": 2}, {}, [("GET", "/", 200, 3)], 4, True, 0.0)
-    other = Counts([([0, 5], 1.5)], {"a": 2}, {"abort": 1}, {"queue": 1}, [("GET", "/", 200, 1), ("GET", "/", 404, 1)],
-                   1, False, 2.0)  # fmt: skip
-    found = total([one, other], ["API process 2 is not running"])
-    assert found.histograms == [([1, 7], 2.0)] and found.totals == {"a": 3}
-    assert found.success == {"stop": 2, "abort": 1} and found.rejected == {"queue": 1}
-    assert found.http == [("GET", "/", 200, 4), ("GET", "/", 404, 1)]
-    assert (found.requests_open, found.engine_up, found.heartbeat_age) == (5, False, 2.0)
-    assert total([other.ended(), one]).engine_up and total([other.ended(), one]).requests_open == 4
-
-
-def test_a_front_end_that_lags_delays_nobody_and_misses_nothing():
-    ours, theirs = socket.socketpair()
-    outbox = Outbox(ours)
-    pieces = [json.dumps(i).encode() * 5000 for i in range(400)]
-    started = time.monotonic()
-    for piece in pieces:
-        outbox.send(piece)
-    assert time.monotonic() - started < 5
-    expected, found = b"".join(pieces), b""
-    while len(found) < len(expected):
-        found += theirs.recv(1 << 20)
-    assert found == expected
-    outbox.flush(5)
-    outbox.close()
-    ours.close(), theirs.close()
-
-
-def test_a_front_end_that_reads_nothing_is_cut_off():
-    ours, theirs = socket.socketpair()
-    outbox = Outbox(ours, most_behind=1 << 20, patience=0.2)
-    for _ in range(30):
-        outbox.send(bytes(1 << 20))
-    size = 0
-    while data := theirs.recv(1 << 20):
-        size += len(data)
-    assert 0 < size < 30 << 20
-    ours.close(), theirs.close()

@@ -1,0 +1,108 @@
+"""The parts of `nanovllm serve --api-servers N`, and what it refuses."""
+
+import json
+import socket
+import tempfile
+import time
+
+import pytest
+
+from nanovllm.cli.serve import serve
+from nanovllm.cli.serve_options import ProcessOptions
+from nanovllm.config import EngineConfig
+from nanovllm.serve.counts import Counts, total
+from nanovllm.serve.front_ends import Outbox
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.process_client import ProcessClient
+from nanovllm.serve.server import Listener
+
+
+def test_several_sockets_share_a_port_that_no_other_server_has():
+    sockets = Listener(port=0).open_several(3)
+    try:
+        (port,) = {sock.getsockname()[1] for sock in sockets}
+        with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
+            Listener(port=port).open_several(2)
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+@pytest.mark.parametrize("count", [0, -1, 65])
+def test_a_count_out_of_range_is_refused(count):
+    with pytest.raises(ValueError, match=f"--api-servers {count}: must be from 1 to 64"):
+        ProcessOptions(api_servers=count)
+
+
+def test_the_least_and_the_largest_count_are_taken():
+    assert [ProcessOptions(api_servers=count).api_servers for count in (1, 64)] == [1, 64]
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (dict(in_process=True), "--api-servers 2 shares an engine's process; leave out --in-process"),
+        (dict(replicas=2), "--api-servers 2 is of one server; leave out --replicas"),
+        (dict(max_per_key=3), "--max-per-key counts in one process; leave it out, or --api-servers"),
+    ],
+)
+def test_arguments_that_do_not_go_together(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        serve(api_servers=2, **arguments)
+
+
+def test_limits_are_shared():
+    whole = ServeOptions(max_waiting=10, max_waiting_tokens=1000, max_connections=3)
+    each = whole.share(4)
+    assert (each.max_waiting, each.max_waiting_tokens, each.max_connections) == (3, 250, 1)
+    assert whole.share(1) == whole
+
+
+def test_counts_of_processes_are_added():
+    one = Counts([([1, 2], 0.5)], {"a": 1}, {"stop": 2}, {}, [("GET", "/", 200, 3)], 4, True, 0.0)
+    other = Counts([([0, 5], 1.5)], {"a": 2}, {"abort": 1}, {"queue": 1}, [("GET", "/", 200, 1), ("GET", "/", 404, 1)],
+                   1, False, 2.0)  # fmt: skip
+    found = total([one, other], ["API process 2 is not running"])
+    assert found.histograms == [([1, 7], 2.0)] and found.totals == {"a": 3}
+    assert found.success == {"stop": 2, "abort": 1} and found.rejected == {"queue": 1}
+    assert found.http == [("GET", "/", 200, 4), ("GET", "/", 404, 1)]
+    assert (found.requests_open, found.engine_up, found.heartbeat_age) == (5, False, 2.0)
+    assert total([other.ended(), one]).engine_up and total([other.ended(), one]).requests_open == 4
+
+
+def test_a_front_end_that_lags_delays_nobody_and_misses_nothing():
+    ours, theirs = socket.socketpair()
+    outbox = Outbox(ours)
+    pieces = [json.dumps(i).encode() * 5000 for i in range(400)]
+    started = time.monotonic()
+    for piece in pieces:
+        outbox.send(piece)
+    assert time.monotonic() - started < 5
+    expected, found = b"".join(pieces), b""
+    while len(found) < len(expected):
+        found += theirs.recv(1 << 20)
+    assert found == expected
+    outbox.flush(5)
+    outbox.close()
+    ours.close(), theirs.close()
+
+
+def test_a_front_end_that_reads_nothing_is_cut_off():
+    ours, theirs = socket.socketpair()
+    outbox = Outbox(ours, most_behind=1 << 20, patience=0.2)
+    for _ in range(30):
+        outbox.send(bytes(1 << 20))
+    size = 0
+    while data := theirs.recv(1 << 20):
+        size += len(data)
+    assert 0 < size < 30 << 20
+    ours.close(), theirs.close()
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_named(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ValueError, match=f"{folder}/nanovllm-.*; set TMPDIR to a folder with a shorter name"):
+        ProcessClient(EngineConfig("model"), shared=True)
+    assert not list(folder.iterdir())
