@@ -80,7 +80,7 @@ class Activations {
             }
         }
         for (int p = 0; p < P; p++) sums_of_halves(to.parts[p], to.sums[0][p], to.sums[1][p]);
-        const int32_t total = sum(whole[0] + whole[1]);
+        const int32_t total = sum((Ints)((Words)whole[0] + (Words)whole[1]));  // wraps: a NaN is -2^31 as an integer
         to.step = most / limit;
         to.sum = to.step * (float)total;
     }

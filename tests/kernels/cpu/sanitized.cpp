@@ -36,9 +36,11 @@ static void products_of_every_format(Threads* threads) {
                     const std::vector<int64_t> ids = {rows - 1, 0};
                     std::vector<float> out(2 * columns);
                     nanovllm_rows(threads, &w, ids.data(), 2, out.data());
-                    for (int64_t count : {1, 2, 3, 5, 8, 13, 17}) {
+                    for (int64_t count : {1, 2, 3, 7, 8, 9, 15, 17}) {
                         std::vector<float> result(count * rows);
-                        nanovllm_product(threads, &w, floats(count * columns).data(), count, result.data());
+                        std::vector<float> x = floats(count * columns);
+                        if (count % 2) x[rand() % x.size()] = NAN, x[rand() % x.size()] = INFINITY;
+                        nanovllm_product(threads, &w, x.data(), count, result.data());
                     }
                 }
 }
@@ -80,7 +82,9 @@ static void steps(Threads* threads) {
 
 static void samples(Threads* threads) {
     for (int64_t columns : {1, 255, 256, 1000}) {
-        const std::vector<float> logits = floats(3 * columns), temperature = {0, 0.7f, 1e-3f}, share = {0.5f, 0, 1};
+        std::vector<float> logits = floats(3 * columns);
+        logits[0] = NAN, logits[columns / 2] = INFINITY, logits[columns - 1] = -INFINITY;
+        const std::vector<float> temperature = {0, 0.7f, 1e-3f}, share = {0.5f, 0, 1};
         const std::vector<int32_t> top_k = {0, 5, 2000};
         const std::vector<int64_t> seeds = {-1, 2, 3};
         std::vector<int64_t> out(3);
