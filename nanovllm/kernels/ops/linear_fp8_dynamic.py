@@ -227,6 +227,8 @@ def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: to
         return f"rows of {size} elements; it takes at most {MOST_COLUMNS}"
     if outputs % MULTIPLE or size % MULTIPLE or not weight.is_contiguous() or x.numel() == 0:
         return f"a weight {list(weight.shape)}; it takes contiguous ones of multiples of {MULTIPLE}, and a token"
+    if weight.storage_offset() % MULTIPLE:
+        return f"a weight {weight.storage_offset()} bytes into its memory; it takes multiples of {MULTIPLE}"
     if scale.shape[1] > 1 and size % BLOCK:
         return f"{size} columns with scales of {BLOCK}; it takes multiples"
     if not x.is_cuda:

@@ -57,8 +57,8 @@ def turns_of_a_phase(turns: int, bytes_a_turn: int) -> int:
 
 
 def plan_ring(four: bool, rows: int, tokens: int, sums: bool, small: bool = False) -> PackedCudaPlan | None:
-    """For Q4_K (four) or Q6_K, where the kernel of ring.cuh was faster on an H200 at 1, 8 or 16 tokens for the shapes
-    of Qwen3-8B (docs/log/kernels.md); None elsewhere.
+    """For Q4_K (four) or Q6_K, where the kernel of ring.cuh was faster on an H200, on the whole, at 1, 8 or 16 tokens
+    for the shapes of Qwen3-8B (docs/log/kernels.md); None elsewhere.
 
     Args:
         small: a block has at most 99 KiB of shared memory, as of compute capability 12. A ring may take more.

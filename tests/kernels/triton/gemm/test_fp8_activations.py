@@ -109,6 +109,16 @@ def test_product(outputs, size, rows, columns, biased, poison):
     assert 0.005 < error < 0.04
 
 
+def test_a_weight_that_no_descriptor_takes_is_multiplied_by_the_reference():
+    weight, scale = weights(17, 256, 0, 0)
+    part = weight.view(torch.uint8).flatten()[8 : 8 + 16 * 256].view(16, 256).view(FP8)
+    x = randn(5, 256, dtype=torch.bfloat16)
+    assert "8 bytes into its memory" in str(refused(x, part, scale))
+    assert "into its memory" not in str(refused(x, part.clone(), scale))
+    got = fp8_activations.linear_fp8_dynamic(x, part, scale)
+    assert torch.equal(got, linear_fp8_dynamic.native(x, part, scale))
+
+
 @pytest.mark.parametrize("capability, least", [((8, 6), None), ((8, 9), 257), ((9, 0), 17), ((12, 0), 257)])
 def test_layers_call_it_for_many_tokens_where_there_are_fp8_tensor_cores(capability, least, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
