@@ -2,7 +2,9 @@
 
 import gc
 import threading
+import time
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -248,6 +250,54 @@ def test_threads_with_a_cache_each(captured):
             thread.join()
     for a, b in zip(got, expected):
         same(a, b)
+
+
+class Stream:
+    """Stands for a stream of CUDA: the streams that it has waited for."""
+
+    device = "cuda:0"
+
+    def __init__(self, *given):
+        self.awaited = []
+
+    def wait_stream(self, other):
+        self.awaited.append(other)
+
+
+def test_one_capture_at_a_time(monkeypatch):
+    """In threads, since captures share a stream; and the caller's stream waits for it after a failure, too."""
+    callers, open_captures, together = Stream(), [], []
+
+    class Graph:
+        def capture_begin(self, **options):
+            assert options == {"capture_error_mode": "thread_local"}
+            open_captures.append(self)
+            together.append(len(open_captures))
+
+        def capture_end(self):
+            open_captures.remove(self)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    model = tiny("Qwen3").requires_grad_(False)
+    with put_in(model):
+        stack = model.model.__dict__[STACK]
+        threads = [threading.Thread(target=stack.capture, args=(None, lambda: time.sleep(0.02))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert together == [1, 1, 1] and len(callers.awaited) == 3
+
+        def fails():
+            raise RuntimeError("no memory")
+
+        for given in ((fails, lambda: None), (None, fails)):
+            with pytest.raises(RuntimeError, match="no memory"):
+                stack.capture(*given)
+        assert len(callers.awaited) == 5 and not open_captures
 
 
 def test_a_gpu_that_is_not_the_current_one(monkeypatch):
