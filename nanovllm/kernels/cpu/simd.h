@@ -19,7 +19,6 @@ constexpr bool SIGNED_CODES = false;  // unsigned by signed bytes
 
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint8_t Codes __attribute__((vector_size(64)));  // of weights: four in each lane
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 typedef int8_t SignedBytes __attribute__((vector_size(16)));
@@ -133,9 +132,9 @@ inline int32_t sum(const Ints& values) {
 #if defined(__AVX512F__)
     return _mm512_reduce_add_epi32((__m512i)values);
 #else
-    uint32_t total = 0;  // wraps, as the instruction above does
-    for (int i = 0; i < LANES; i++) total += (uint32_t)values[i];
-    return (int32_t)total;
+    int32_t total = 0;
+    for (int i = 0; i < LANES; i++) total += values[i];
+    return total;
 #endif
 }
 
