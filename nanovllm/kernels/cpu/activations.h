@@ -71,18 +71,16 @@ class Activations {
         const Ints a = (Ints)x[0] & 0x7fffffff, b = (Ints)x[1] & 0x7fffffff;
         const float most = float_of_bits(maximum(a > b ? a : b));
         const float factor = most > 1e-30f ? limit / most : 0.0f;  // no overflow; NaN: 0
+        const Ints whole[2] = {rounded(x[0] * factor), rounded(x[1] * factor)};
         for (int h = 0; h < 2; h++) {
-            Ints rest = rounded(x[h] * factor);
+            Ints rest = whole[h];
             for (int p = 0; p < P; p++) {
                 store(to.parts[p] + h * LANES, to_bytes(rest));  // the remainder from -128 to 127
                 rest = (rest + 128) >> 8;
             }
         }
-        int32_t total = 0;
-        for (int p = 0; p < P; p++) {
-            sums_of_halves(to.parts[p], to.sums[0][p], to.sums[1][p]);
-            total += (to.sums[0][p] + to.sums[1][p]) << (8 * p);  // small: a NaN is -2^31, whose parts are 0
-        }
+        for (int p = 0; p < P; p++) sums_of_halves(to.parts[p], to.sums[0][p], to.sums[1][p]);
+        const int32_t total = factor > 0 ? sum(whole[0] + whole[1]) : 0;  // NaN and infinity are -2^31: no sum fits
         to.step = most / limit;
         to.sum = to.step * (float)total;
     }
