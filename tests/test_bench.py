@@ -319,12 +319,9 @@ def test_what_may_be_the_id_of_a_hub_is_not_refused(tmp_path):
         check_model(name)
 
 
-def test_dtypes_have_short_names():
+def test_dtypes_have_short_names_and_an_unknown_preset_is_one_line(capfd):
     args = bench.parser().parse_args(["--dtype", "bf16", "--kv-cache-dtype", "fp16"])
     assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "float16")
-
-
-def test_an_unknown_preset_is_one_line(capfd):
     assert bench.main(["--preset", "qwen3-0.6", "--in-process"]) == 2
     assert "did you mean 'qwen3-0.6b'" in capfd.readouterr().err
 

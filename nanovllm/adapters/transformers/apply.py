@@ -38,7 +38,8 @@ def apply(
             code, and it is put in only if it is asked for.
         exclude: names of modules, as `model.named_modules()` has them, or of classes. They and what they contain are
             left alone.
-        cuda_graphs: on a GPU, capture decode steps on a static cache as a CUDA graph, after two steps on that cache.
+        cuda_graphs: on a GPU, capture decode steps on a static cache as a CUDA graph: after two steps on the
+            first cache of its shape, at the first step on later ones.
 
     Returns:
         What was replaced and what was left, and why. `report.undo()` takes it back, as does `with apply(model):`.
