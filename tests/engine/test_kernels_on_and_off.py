@@ -16,7 +16,7 @@ from tests import tiny
 from tests.models.variants import VARIANTS
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
-GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 MODELS = {"qwen3": ("qwen3", {}), "llama": ("llama", {})} | {
