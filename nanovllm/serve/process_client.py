@@ -144,12 +144,7 @@ class ProcessClient(SocketClient):
         self._delay.started()
         self._adopt(sock, info)
 
-    def _lost(self) -> None:
-        if self._closed or not self._alive:
-            return
-        self._alive = False
-        self._detach()
-        self._sock.close()
+    def _recover(self) -> None:
         threading.Thread(target=self._bury, name="engine-restart", daemon=True).start()
 
     def _bury(self) -> None:

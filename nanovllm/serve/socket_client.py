@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
+from abc import ABC, abstractmethod
 
 import msgspec
 
@@ -17,11 +18,11 @@ logger = logging.getLogger(__name__)
 _PIECE = 1 << 20
 
 
-class SocketClient:
+class SocketClient(ABC):
     """An engine behind a socket.
 
     The socket is read by the event loop that calls `attach`: the front end and its connections share one thread, which
-    never waits for the engine. `_lost` says what happens when the engine has gone.
+    never waits for the engine. `_recover` says what happens when the engine has gone.
     """
 
     _info: EngineInfo
@@ -63,9 +64,17 @@ class SocketClient:
         self._detach()
         self._sock.close()
 
+    @abstractmethod
+    def _recover(self) -> None:
+        """The engine has closed its end, or cannot be reached; the connection is closed. Called once for each loss."""
+
     def _lost(self) -> None:
-        """The engine has closed its end, or cannot be reached."""
-        raise NotImplementedError
+        if self._closed or not self._alive:
+            return
+        self._alive = False
+        self._detach()
+        self._sock.close()
+        self._recover()
 
     def _adopt(self, sock: socket.socket, info: EngineInfo) -> None:
         """Use a connection to an engine that is ready."""
@@ -164,12 +173,7 @@ class FurtherClient(SocketClient):
             raise
         return sock, msgspec.msgpack.decode(data, type=EngineInfo)
 
-    def _lost(self) -> None:
-        if self._closed or not self._alive:
-            return
-        self._alive = False
-        self._detach()
-        self._sock.close()
+    def _recover(self) -> None:
         assert self._died is not None
         self._died(self._last_words or "its process ended")
         threading.Thread(target=self._reconnect, name="engine-connect", daemon=True).start()

@@ -37,20 +37,6 @@ def same(got, expected):
 
 
 @pytest.fixture
-def steps(monkeypatch):
-    """Whether the loop took each call."""
-    taken, own = [], Stack.step
-
-    def step(stack, x, given):
-        result = own(stack, x, given)
-        taken.append(result is not None)
-        return result
-
-    monkeypatch.setattr(Stack, "step", step)
-    return taken
-
-
-@pytest.fixture
 def captured(monkeypatch):
     """The captures so far. What stands for a graph calls what it has captured."""
     captured = []

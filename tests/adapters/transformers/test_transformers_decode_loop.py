@@ -69,20 +69,6 @@ def test_generate(architecture, padding, calls):
     assert calls.count == 2 * STEPS
 
 
-@pytest.fixture
-def steps(monkeypatch):
-    """Whether the loop took each call."""
-    taken, own = [], Stack.step
-
-    def step(stack, x, given):
-        result = own(stack, x, given)
-        taken.append(result is not None)
-        return result
-
-    monkeypatch.setattr(Stack, "step", step)
-    return taken
-
-
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_a_cache_that_grows(padding, options, steps):
