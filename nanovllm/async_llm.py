@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core_messages import (
+from nanovllm.engine.request import Request
+from nanovllm.engine.request_maker import RequestMaker
+from nanovllm.frontend.core_messages import (
     AbortRequest,
     EngineInfo,
     EngineStats,
@@ -19,15 +21,13 @@ from nanovllm.engine.core_messages import (
     params_to_send,
     split_key,
 )
-from nanovllm.engine.output_stream import EngineDeadError, OutputStream, RequestFailed
-from nanovllm.engine.request import Request
-from nanovllm.engine.request_maker import RequestMaker
+from nanovllm.frontend.output_stream import EngineDeadError, OutputStream, RequestFailed
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
-    from nanovllm.engine.engine_client import EngineClient
+    from nanovllm.frontend.engine_client import EngineClient
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -58,7 +58,7 @@ class AsyncLLM:
         if (model is None) == (client is None):
             raise TypeError(f"AsyncLLM got model={model!r} and client={client!r}; pass exactly one of them")
         if client is None:
-            from nanovllm.engine.engine_client import (
+            from nanovllm.frontend.engine_client import (
                 ThreadClient,  # with PyTorch, which a client of a process needs not
             )
 

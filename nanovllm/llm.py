@@ -11,13 +11,13 @@ from typing import Any
 
 from nanovllm.arguments import drop_foreign, reject_unknown
 from nanovllm.chat import AnswerPlan, ToolPlan, parse, with_constraints
+from nanovllm.chat.template import Message, chat_text, check_conversations, check_messages, described
 from nanovllm.config import EngineConfig
-from nanovllm.engine.chat import Message, chat_text, check_conversations, check_messages, described
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.progress import ProgressBar
 from nanovllm.engine.request import Request
-from nanovllm.engine.step_loop import StepLoop, Waiter
 from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS
+from nanovllm.frontend.progress import ProgressBar
+from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 

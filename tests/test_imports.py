@@ -21,11 +21,13 @@ ALLOWED = {
     "layers": {"kernels", "distributed"},
     "models": {"kernels", "layers"},
     "weights": {"kernels", "layers", "models"},
-    "engine": {"distributed", "hardware", "kernels", "layers", "models", "weights"},
+    "structured": {"weights"},
+    "engine": {"distributed", "hardware", "kernels", "layers", "models", "structured", "weights"},
     "chat": set(),
-    "llm": {"engine", "chat"},
-    "async_llm": {"engine", "weights"},
-    "serve": {"async_llm", "engine", "chat", "weights", "__init__"},
+    "frontend": {"distributed", "engine", "weights"},
+    "llm": {"engine", "frontend", "chat"},
+    "async_llm": {"engine", "frontend", "weights"},
+    "serve": {"async_llm", "engine", "frontend", "chat", "weights", "__init__"},
     "adapters": {"kernels"},
     "bench": {"kernels", "hardware"},
     "plan": {"kernels", "hardware"},
@@ -33,8 +35,8 @@ ALLOWED = {
     "tune": {"kernels", "hardware"},
     "lab": {"kernels", "hardware"},
     "cli": {
-        "chat", "engine", "llm", "async_llm", "serve", "models", "weights", "kernels", "hardware", "bench", "plan",
-        "fuse", "tune", "lab", "adapters",
+        "chat", "engine", "frontend", "llm", "async_llm", "serve", "models", "weights", "kernels", "hardware", "bench",
+        "plan", "fuse", "tune", "lab", "adapters",
     },
     "__main__": {"cli"},
     "__init__": {"llm", "async_llm"},
@@ -52,6 +54,7 @@ WITHOUT_TORCH = {
     "engine.scheduler",
     "engine.detokenizer",
     "engine.prompts",
+    "structured.constraint",
 }
 
 

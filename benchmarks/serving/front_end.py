@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.serving.dummy_tokenizer import write
 from nanovllm import AsyncLLM
-from nanovllm.engine.core_messages import (
+from nanovllm.frontend.core_messages import (
     AbortRequest,
     CompletionEnd,
     Deliver,

@@ -78,7 +78,7 @@ def fuse(
         raise ValueError("--preset, --module, --loops: expected one of them")
     if iters < 1:
         raise ValueError(f"--iters {iters}: expected at least 1")
-    from nanovllm.engine.devices import select_device
+    from nanovllm.hardware.devices import select_device
     from nanovllm.hardware.gpu_presets import device_model
 
     model = device_model(gpu) if gpu is not None else None  # an unknown one is said before anything else is done

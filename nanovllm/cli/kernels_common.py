@@ -37,7 +37,7 @@ def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[
     Raises:
         ValueError: a plugin cannot be loaded, or ends the process that loads it.
     """
-    from nanovllm.engine.devices import select_device
+    from nanovllm.hardware.devices import select_device
     from nanovllm.kernels import all_ops, load_plugins
     from nanovllm.kernels.testing.plugin_check import reject_crashing
 

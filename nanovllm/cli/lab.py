@@ -55,7 +55,7 @@ def _command(name: str) -> Callable[..., None]:
     ) -> None:
         from nanovllm.cli.lab_show import plot as draw
         from nanovllm.cli.lab_show import show, write_ptx
-        from nanovllm.engine.devices import select_device
+        from nanovllm.hardware.devices import select_device
         from nanovllm.lab.lesson import lesson
         from nanovllm.lab.lesson_run import run
 
@@ -111,7 +111,7 @@ def mlp(
     """How the time to train an MLP grows with the number of steps, layers, rows and with the width."""
     from nanovllm.cli.lab_show_mlp import plot as draw
     from nanovllm.cli.lab_show_mlp import show
-    from nanovllm.engine.devices import select_device
+    from nanovllm.hardware.devices import select_device
     from nanovllm.lab.mlp import Shape, run_sweeps
 
     _check_plot(plot)

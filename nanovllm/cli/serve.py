@@ -96,7 +96,7 @@ def _run(
         client: Any
         siblings = None
         if process.in_process:
-            from nanovllm.engine.engine_client import ThreadClient
+            from nanovllm.frontend.engine_client import ThreadClient
 
             client = ThreadClient(config)
         else:

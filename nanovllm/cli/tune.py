@@ -142,7 +142,7 @@ def _jobs(requests: list[Request], dtype: str, model: DeviceModel) -> list[Tunin
 
 
 def _model(gpu: str | None, device: str) -> DeviceModel:
-    from nanovllm.engine.devices import select_device
+    from nanovllm.hardware.devices import select_device
     from nanovllm.hardware.gpu_presets import device_model, this_device
 
     if gpu is not None:
@@ -160,7 +160,7 @@ def _tune(
 ) -> None:  # fmt: skip
     import torch
 
-    from nanovllm.engine.devices import select_device
+    from nanovllm.hardware.devices import select_device
     from nanovllm.hardware.gpu_presets import this_device
     from nanovllm.kernels.op.config_files import gpu_of
 

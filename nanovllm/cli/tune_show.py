@@ -66,7 +66,7 @@ def _report(job: TuningJob, found: Candidates) -> str:
 
 def show_configurations(op: str | None, device: str, named: str | None, wide: bool, json_file: str | None) -> None:
     """What can be tuned, and what is in force here or on a named GPU, with these versions, and from where."""
-    from nanovllm.engine.devices import select_device
+    from nanovllm.hardware.devices import select_device
     from nanovllm.hardware.gpu_presets import device_model
     from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, gpu_of, paths
     from nanovllm.kernels.triton.tunables import ALL

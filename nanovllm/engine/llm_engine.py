@@ -11,8 +11,6 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.constraint import ConstraintMaker, TokenConstraint
-from nanovllm.engine.devices import select_device
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.prompts import PromptReader
 from nanovllm.engine.ranks import Leader, Ranks
@@ -21,8 +19,10 @@ from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
+from nanovllm.hardware.devices import select_device
 from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint
 from nanovllm.weights.bare_tokenizer import whole_tokenizer
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer

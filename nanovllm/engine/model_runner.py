@@ -14,21 +14,16 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import current_group
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import Batch, DeviceBatch, to_device
-from nanovllm.engine.devices import on_device, select_dtype
 from nanovllm.engine.fast.paths import FastPaths
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, LogprobsTensors, compute_logprobs
-from nanovllm.engine.model_setup import (
-    StartTimer,
-    StepLimits,
-    num_kvcache_blocks,
-    within_blocks,
-)
+from nanovllm.engine.model_setup import StartTimer, StepLimits, num_kvcache_blocks, select_dtype, within_blocks
 from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.engine.token_masks import ConstrainedRow
 from nanovllm.garbage_collector import collector_off
+from nanovllm.hardware.devices import on_device
 from nanovllm.kernels import Kernels
 from nanovllm.layers.attention import LayerCache
 from nanovllm.models.packed_decoder import refusal

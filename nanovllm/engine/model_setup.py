@@ -17,6 +17,7 @@ from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.weights.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,13 @@ class StartTimer:
 
     def __str__(self) -> str:
         return ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self._seconds.items())
+
+
+def select_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
+    """The dtype of weights and activations."""
+    if name == "auto":
+        name = checkpoint.config.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return getattr(torch, name)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from nanovllm.engine.constraint import TokenConstraint
 from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
 from nanovllm.engine.logit_rules import LogitRules
 from nanovllm.engine.prompts import Prompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured.constraint import TokenConstraint
 
 
 class Completion:

@@ -6,13 +6,13 @@ import itertools
 import random
 from typing import Any
 
-from nanovllm.engine.constraint import ConstraintMaker
 from nanovllm.engine.detokenizer import TextDecoder
-from nanovllm.engine.grammar_check import GrammarChecker
 from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
 from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured.constraint import ConstraintMaker
+from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import StructuredOutputs
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import Enum
 
-from nanovllm.engine.constraint import TokenConstraint
 from nanovllm.engine.logit_rules import LogitRules
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured.constraint import TokenConstraint
 
 
 class SequenceStatus(Enum):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.constraint import MaskFiller, TokenConstraint
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.step_result import StepResult
+from nanovllm.structured.constraint import MaskFiller, TokenConstraint
 
 
 class ConstrainedRow(NamedTuple):

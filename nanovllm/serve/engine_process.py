@@ -10,9 +10,9 @@ import sys
 import msgspec
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.core_messages import StepOutputs
 from nanovllm.engine.ranks import RankError
+from nanovllm.frontend.core import EngineCore
+from nanovllm.frontend.core_messages import StepOutputs
 from nanovllm.serve.frames import CONFIG, FAILED, STEP, read_frames
 from nanovllm.serve.front_ends import FrontEnds
 

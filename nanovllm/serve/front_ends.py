@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.core_messages import AbortRequest, StartRequest
+from nanovllm.frontend.core import EngineCore
+from nanovllm.frontend.core_messages import AbortRequest, StartRequest
 from nanovllm.serve.frames import ABORT, HELLO, READY, START, frame, read_frames
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.engine.output_stream import OutputStream
+from nanovllm.frontend.output_stream import OutputStream
 from nanovllm.outputs import RequestOutput
 from nanovllm.serve.admission import Ticket
 from nanovllm.serve.errors import ApiError

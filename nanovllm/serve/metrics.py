@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine.core_messages import StepOutputs
-from nanovllm.engine.output_stream import OutputStream
+from nanovllm.frontend.core_messages import StepOutputs
+from nanovllm.frontend.output_stream import OutputStream
 from nanovllm.outputs import RequestOutput
 from nanovllm.serve.counts import Counts
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core_messages import EngineInfo
+from nanovllm.frontend.core_messages import EngineInfo
 from nanovllm.serve.frames import CONFIG, FAILED, READY, frame, read_one
 from nanovllm.serve.socket_client import SocketClient
 

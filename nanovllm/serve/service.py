@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine.chat import chat_text, check_messages
-from nanovllm.engine.output_stream import OutputStream
+from nanovllm.chat.template import chat_text, check_messages
 from nanovllm.engine.request import Request
+from nanovllm.frontend.output_stream import OutputStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.admission import Admission
 from nanovllm.serve.api_servers import Siblings

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
-from nanovllm.engine.core_messages import AbortRequest, Deliver, Died, EngineInfo, StartRequest, StepOutputs
+from nanovllm.frontend.core_messages import AbortRequest, Deliver, Died, EngineInfo, StartRequest, StepOutputs
 from nanovllm.serve.frames import ABORT, FAILED, HELLO, READY, START, STEP, FrameReader, frame, read_one
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import devices, model_runner
+from nanovllm.engine import model_runner
 from nanovllm.engine.fast import decode_runner, paths
+from nanovllm.hardware import devices
 from tests import tiny
 
 PROMPTS = [[1, 2, 3], list(range(40)), [5] * 17]

@@ -14,7 +14,7 @@ import torch
 
 import nanovllm
 from nanovllm import SamplingParams
-from nanovllm.engine.progress import ProgressBar
+from nanovllm.frontend.progress import ProgressBar
 from tests import tiny
 from tests.engine import small_engine
 from tests.engine.simulated_engine import assert_clean, drain

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.prompts import PromptReader, most_characters
+from nanovllm.engine.prompts import PromptReader
+from nanovllm.weights.token_lengths import most_characters
 from tests import tiny
 from tests.engine.test_detokenizer import metaspace, sentencepiece
 

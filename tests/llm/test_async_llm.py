@@ -11,8 +11,8 @@ import pytest
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.async_llm import EngineDeadError, RequestFailed
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core_messages import StartRequest
-from nanovllm.engine.engine_client import ThreadClient
+from nanovllm.frontend.core_messages import StartRequest
+from nanovllm.frontend.engine_client import ThreadClient
 from tests import tiny
 
 SIZES = dict(max_model_len=128, max_num_seqs=8, num_kvcache_blocks=64, kvcache_block_size=16, seed=0)

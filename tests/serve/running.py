@@ -11,8 +11,8 @@ import httpx
 
 from nanovllm import AsyncLLM
 from nanovllm.config import EngineConfig
-from nanovllm.engine.engine_client import ThreadClient
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.frontend.engine_client import ThreadClient
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.server import Listener, Server
 

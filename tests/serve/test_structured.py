@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.core_messages import params_to_send
+from nanovllm.frontend.core_messages import params_to_send
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 SCHEMA = {

@@ -6,8 +6,8 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from nanovllm.engine.core_messages import FirstToken, TokenLogprobs
 from nanovllm.engine.request import Completion, Request
+from nanovllm.frontend.core_messages import FirstToken, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 

@@ -8,9 +8,9 @@ import threading
 from typing import Protocol
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.core import EngineCore
-from nanovllm.engine.core_messages import AbortRequest, Deliver, Died, EngineInfo, StartRequest, StepOutputs
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.frontend.core import EngineCore
+from nanovllm.frontend.core_messages import AbortRequest, Deliver, Died, EngineInfo, StartRequest, StepOutputs
 
 logger = logging.getLogger(__name__)
 

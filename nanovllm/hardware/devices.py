@@ -1,12 +1,10 @@
-"""The device and the dtype that an engine runs with."""
+"""The device that an argument names."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-
-from nanovllm.weights.checkpoint import Checkpoint
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
@@ -44,10 +42,3 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device
-
-
-def select_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """The dtype of weights and activations."""
-    if name == "auto":
-        name = checkpoint.config.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    return getattr(torch, name)

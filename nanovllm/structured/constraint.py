@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm.engine.grammar import grammar_text, is_installed, parser_limits
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured.grammar import grammar_text, is_installed, parser_limits
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.weights.bare_tokenizer import whole_tokenizer
 

@@ -9,7 +9,9 @@ from collections.abc import Callable
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.processes import RankError
-from nanovllm.engine.core_messages import (
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Request
+from nanovllm.frontend.core_messages import (
     KEYS_PER_FRONT_END,
     AbortRequest,
     CompletionEnd,
@@ -21,9 +23,7 @@ from nanovllm.engine.core_messages import (
     TokenLogprobs,
     completion_key,
 )
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
-from nanovllm.engine.step_loop import StepLoop, Waiter
+from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import locate

@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.step_loop import StepLoop, Waiter
+from nanovllm.frontend.step_loop import StepLoop, Waiter
 from tests.engine.simulated_engine import Broken, assert_clean, drain, simulated_engine
 from tests.engine.simulation import DOCUMENTS, expected_output
 

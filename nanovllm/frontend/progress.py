@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanovllm.engine.request import Request
-from nanovllm.engine.step_loop import Waiter
+from nanovllm.frontend.step_loop import Waiter
 
 
 class ProgressBar:

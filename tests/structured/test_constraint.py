@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.engine.constraint import ConstraintMaker, MaskFiller, TokenConstraint
-from nanovllm.engine.grammar_check import GrammarChecker
+from nanovllm.structured.constraint import ConstraintMaker, MaskFiller, TokenConstraint
+from nanovllm.structured.grammar_check import GrammarChecker
 from tests import tiny
 
 TOKENIZER = tiny.tokenizer()

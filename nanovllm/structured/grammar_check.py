@@ -16,7 +16,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from nanovllm.engine.grammar import grammar_text, parser_limits, require_llguidance
+from nanovllm.structured.grammar import grammar_text, parser_limits, require_llguidance
 from nanovllm.structured_outputs import StructuredOutputs
 
 _MEMORY = 2 * 2**30
@@ -80,7 +80,7 @@ class GrammarChecker:
 
 
 def _start() -> subprocess.Popen[str]:
-    code = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.engine.grammar_check import serve; serve()"
+    code = "import sys; sys.path[:] = sys.argv[1:]; from nanovllm.structured.grammar_check import serve; serve()"
     return subprocess.Popen(
         [sys.executable, "-c", code, *sys.path],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
