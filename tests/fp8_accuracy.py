@@ -46,7 +46,7 @@ def logits_of(model, config, tokens: torch.Tensor, dtype: torch.dtype) -> torch.
             cu_seqlens_q=torch.tensor([0, len(positions)], dtype=torch.int32),
             max_query_len=len(positions),
         )
-        out.append(model.compute_logits(model(tokens[positions], positions, caches, metadata)))
+        out.append(model.lm_head(model(tokens[positions], positions, caches, metadata)))
     return torch.cat(out)
 
 

@@ -111,7 +111,7 @@ def test_the_modules_are_found():
         "config",
         "engine",
         "engine.scheduler",
-        "models.qwen3",
+        "models.dense",
         "kernels.ops.norm",
         "__main__",
     }

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from nanovllm.kernels import Kernels, Op, all_ops
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import AttentionMetadata, LayerCache, ResidualStream
+from nanovllm.models.decoder import AttentionMetadata, LayerCache, LayerInputs, ResidualStream
 from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
 
@@ -53,7 +53,7 @@ class LayerOfTensors(nn.Module):
         )  # fmt: skip
         # With the reference of every op the next layer's norm is left to that layer.
         cache, norm = LayerCache(k_cache, v_cache), self.layer.input_layernorm
-        stream = self.layer(ResidualStream(x, residual), positions, cache, metadata, norm)
+        stream = self.layer(ResidualStream(x, residual), LayerInputs(positions, cache, metadata), norm)
         return stream.x, stream.residual
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.kv_cache import kv_slot
-from nanovllm.engine.step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.step import ScheduledSequence
 from nanovllm.layers.attention import AttentionMetadata, SharedPrefixes
 
 
@@ -50,13 +50,8 @@ class Batch:
         return not self.prefill_query_lens
 
     @classmethod
-    def build(cls, step: ScheduledStep, block_size: int) -> Batch:
-        """The batch of a step; its single-token parts come first."""
-        return cls.of_parts(step.parts, block_size)
-
-    @classmethod
-    def of_parts(cls, parts: Sequence[ScheduledSequence], block_size: int) -> Batch:
-        """The batch of some parts of a step. Parts of a single token must come first."""
+    def build(cls, parts: Sequence[ScheduledSequence], block_size: int) -> Batch:
+        """The batch of a step's parts, or of some of them. Parts of a single token must come first."""
         num_decodes = sum(part.num_tokens == 1 for part in parts)
         tokens = np.empty((3, sum(part.num_tokens for part in parts)), np.int64)
         max_blocks = max(-(-(p.start + p.num_tokens) // block_size) for p in parts)

@@ -11,24 +11,12 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 _REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
 _MOST_HELD = 16
 """Most tokens that are kept back for an incomplete character, where the tokens' bytes are not known. A character has at
 most four bytes; tokens without a text may lie between them."""
-
-
-class Pieces(Protocol):
-    """One text as it grows."""
-
-    def push(self, token_id: int) -> str:
-        """Take a token; returns the characters that are complete now."""
-        ...
-
-    def finish(self) -> str:
-        """No more tokens will come; returns what was kept back."""
-        ...
 
 
 class TextDecoder:
@@ -60,8 +48,11 @@ class TextDecoder:
         pieces = self.pieces(skip_special_tokens)
         return "".join([pieces.push(token) for token in token_ids]) + pieces.finish()
 
-    def pieces(self, skip_special_tokens: bool) -> Pieces:
-        """A new text, to be decoded token by token, each in constant time."""
+    def pieces(self, skip_special_tokens: bool) -> _BytePieces | _DifferencePieces:
+        """A new text, to be decoded token by token, each in constant time.
+
+        `push` takes a token and gives the characters that are complete now; `finish` gives what was kept back.
+        """
         if self._to_bytes is not None:
             return _BytePieces(self, self._num_stripped, skip_special_tokens)
         return _DifferencePieces(self, skip_special_tokens)

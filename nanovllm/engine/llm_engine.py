@@ -151,11 +151,14 @@ class LLMEngine:
             then be computed late (`engine/fast/piggyback.py`), and those with the longest outputs start first.
         """
         if offline and self.scheduler.pacer is not None:
-            longest = self.runner.max_model_len
-            requests = tuple(sorted(requests, key=lambda r: -r.most_output_tokens(longest)))
+            requests = tuple(sorted(requests, key=self._longest_output, reverse=True))
         for request in requests:
             request.offline = offline
             self._inbox.append((request, None))
+
+    def _longest_output(self, request: Request) -> int:
+        prompt_len = len(request.prompt_token_ids)
+        return request.params.most_tokens(prompt_len, self.runner.max_model_len) - prompt_len
 
     def abort(self, request: Request, index: int | None = None) -> None:
         """End a request, or its completion `index` alone, with the next step; its outputs keep the tokens they have.

@@ -122,7 +122,7 @@ class ModelRunner:
                 self.fast.forget(part.seq_slot)
 
     def _run(self, step: ScheduledStep) -> StepResult:
-        batch = Batch.build(step, self.limits.block_size)
+        batch = Batch.build(step.parts, self.limits.block_size)
         logits = self.fast.logits(batch)
         prompt: list[PromptLogprobs] = []
         if batch.prompt_rows:

@@ -147,11 +147,6 @@ class Request:
     def num_output_tokens(self) -> int:
         return sum(c.seq.num_output_tokens for c in self.completions)
 
-    def most_output_tokens(self, max_model_len: int) -> int:
-        """The longest output that each completion may have."""
-        prompt_len = len(self.prompt_token_ids)
-        return self.params.most_tokens(prompt_len, max_model_len) - prompt_len
-
     def notify(self) -> None:
         """Tell the listener that there is news."""
         if self.listener is not None:

@@ -19,26 +19,16 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_run import DecodeRun
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep, StepBudget, StepKind
 
-
-class PrefillPacer(Protocol):
-    """Decides how many prompt tokens a step takes: see `engine/fast/piggyback.py`."""
-
-    def budget(self, running: Collection[Sequence], waiting: Collection[Sequence], max_num_tokens: int) -> StepBudget:
-        """The budget of the next step. running, waiting: the sequences that it may compute, in order."""
-
-    def started(self) -> None:
-        """The first sequence comes to an idle scheduler."""
-
-    def ended(self, seq: Sequence, reason: str) -> None:
-        """A sequence has ended."""
+if TYPE_CHECKING:
+    from nanovllm.engine.fast.piggyback import Piggyback
 
 
 class Scheduler:
@@ -61,7 +51,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
-        pacer: PrefillPacer | None = None,
+        pacer: Piggyback | None = None,
         reserve_tokens_ahead: int = 0,
     ) -> None:
         assert block_manager.num_blocks >= block_manager.blocks_needed(max_model_len), "a lone sequence must fit"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn as nn
@@ -22,6 +22,17 @@ from nanovllm.model_config import ModelConfig
 
 Rows = torch.Tensor | slice | None
 """Some of a batch's tokens: their indices [num_rows] int64, or a slice; None: all."""
+
+
+class LayerInputs(NamedTuple):
+    """What a layer takes besides the residual stream."""
+
+    positions: torch.Tensor
+    """[num_tokens] int64"""
+    cache: LayerCache
+    metadata: AttentionMetadata
+    rows: Rows = None
+    """Of the layer's result."""
 
 
 class DecoderAttention(nn.Module):
@@ -44,42 +55,24 @@ class DecoderAttention(nn.Module):
         self._attention = Attention(c.attention_scale, kernels, c.layers[index].window, c.attention_soft_cap)
 
     def after_norm(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        positions: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        rows: Rows = None,
+        self, stream: ResidualStream, norm: RMSNorm, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this block of norm(x + residual), x + residual). rows: of the results; None: all."""
-        out, residual = self._heads_after(stream, norm, positions, cache, metadata, rows)
+        """(this block of norm(x + residual), x + residual)."""
+        out, residual = self._heads_after(stream, norm, inputs)
         return self.o_proj(out), residual
 
     def between_norms(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        positions: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        next_norm: RMSNorm,
-        rows: Rows = None,
+        self, stream: ResidualStream, norm: RMSNorm, inputs: LayerInputs, next_norm: RMSNorm
     ) -> ResidualStream:
-        """This block of norm(x + residual), for one that begins with `next_norm`. rows: of the result; None: all."""
-        out, residual = self._heads_after(stream, norm, positions, cache, metadata, rows)
+        """This block of norm(x + residual), for one that begins with `next_norm`."""
+        out, residual = self._heads_after(stream, norm, inputs)
         return self.o_proj.before_norm(out, residual, next_norm)
 
     def _heads_after(
-        self,
-        stream: ResidualStream,
-        norm: RMSNorm,
-        positions: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        rows: Rows,
+        self, stream: ResidualStream, norm: RMSNorm, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the heads give, [num_rows, num_heads * head_dim], and x + residual."""
+        positions, cache, metadata, rows = inputs
         (q, k, v), residual = self.qkv_proj.after_norm(stream, norm)
         out = self._attention.of_projection(
             positions, q, k, v, self._rotary, self.q_norm, self.k_norm, cache, metadata
@@ -110,18 +103,10 @@ class DecoderLayer(nn.Module):
         """The MLP of layer `index`, counted from 0. An architecture with another MLP overrides this method."""
         return GatedMLP(config.hidden_size, config.intermediate_size, kernels, config.mlp_bias, config.activation)
 
-    def forward(
-        self,
-        stream: ResidualStream,
-        positions: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        next_norm: RMSNorm,
-        rows: Rows = None,
-    ) -> ResidualStream:
-        """next_norm: what the next layer begins with. rows: of the result; None: all."""
+    def forward(self, stream: ResidualStream, inputs: LayerInputs, next_norm: RMSNorm) -> ResidualStream:
+        """next_norm: what the next layer begins with."""
         norm = self.post_attention_layernorm
-        stream = self.self_attn.between_norms(stream, self.input_layernorm, positions, cache, metadata, norm, rows)
+        stream = self.self_attn.between_norms(stream, self.input_layernorm, inputs, norm)
         return self.mlp.between_norms(stream, norm, next_norm)
 
 
@@ -167,7 +152,8 @@ class Decoder(nn.Module):
         last = min(len(self.layers), len(caches)) - 1
         for i, (layer, cache, next_norm) in enumerate(zip(self.layers, caches, next_norms)):
             # Of the last layer the other tokens need keys and values alone.
-            stream = layer(stream, positions, cache, metadata, next_norm, rows if i == last else None)
+            inputs = LayerInputs(positions, cache, metadata, rows if i == last else None)
+            stream = layer(stream, inputs, next_norm)
         return self.norm.of(stream)[0]
 
 
@@ -260,7 +246,3 @@ class DecoderForCausalLM(nn.Module):
         rows: the tokens that need hidden states, int64 or a slice; None: all tokens.
         """
         return self.model(token_ids, positions, caches, metadata, rows)
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        return self.lm_head(hidden)

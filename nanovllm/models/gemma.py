@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import torch
-
 from nanovllm.kernels import Kernels
-from nanovllm.layers.attention import AttentionMetadata, LayerCache
 from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Rows
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, LayerInputs
 
 
 class GemmaLayer(DecoderLayer):
@@ -26,17 +23,9 @@ class GemmaLayer(DecoderLayer):
         self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
-    def forward(
-        self,
-        stream: ResidualStream,
-        positions: torch.Tensor,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-        next_norm: RMSNorm,
-        rows: Rows = None,
-    ) -> ResidualStream:
+    def forward(self, stream: ResidualStream, inputs: LayerInputs, next_norm: RMSNorm) -> ResidualStream:
         """As of `DecoderLayer`. The next layer applies `next_norm`, after the addition."""
-        x, residual = self.self_attn.after_norm(stream, self.input_layernorm, positions, cache, metadata, rows)
+        x, residual = self.self_attn.after_norm(stream, self.input_layernorm, inputs)
         stream = ResidualStream(self.post_attention_layernorm(x), residual)
         x, residual = self.mlp.after_norm(stream, self.pre_feedforward_layernorm)
         return ResidualStream(self.post_feedforward_layernorm(x), residual)

@@ -1,26 +1,14 @@
 """Which class serves an architecture that a config.json names."""
 
+from nanovllm.models import dense, gemma, qwen3_moe
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.gemma import Gemma2ForCausalLM, Gemma3ForCausalLM
-from nanovllm.models.llama import LlamaForCausalLM
-from nanovllm.models.mistral import MistralForCausalLM
-from nanovllm.models.phi3 import Phi3ForCausalLM
-from nanovllm.models.qwen2 import Qwen2ForCausalLM
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM
-from nanovllm.models.smollm3 import SmolLM3ForCausalLM
 
-MODELS: dict[str, type[DecoderForCausalLM]] = {
-    "Gemma2ForCausalLM": Gemma2ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Phi3ForCausalLM": Phi3ForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-    "SmolLM3ForCausalLM": SmolLM3ForCausalLM,
-}
+_CLASSES: tuple[type[DecoderForCausalLM], ...] = (
+    dense.LlamaForCausalLM, dense.MistralForCausalLM, dense.Phi3ForCausalLM, dense.Qwen2ForCausalLM,
+    dense.Qwen3ForCausalLM, dense.SmolLM3ForCausalLM, gemma.Gemma2ForCausalLM, gemma.Gemma3ForCausalLM,
+    qwen3_moe.Qwen3MoeForCausalLM,
+)  # fmt: skip
+MODELS = {cls.__name__: cls for cls in _CLASSES}
 
 
 def model_class(architecture: str) -> type[DecoderForCausalLM]:

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import ScheduledSequence, ScheduledStep
+from nanovllm.engine.step import ScheduledSequence
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.simulation import Device, Simulation
 
@@ -22,12 +22,8 @@ def make(token_ids, blocks, prompt_len=None, **params):
 
 def build(*parts, block_size=4):
     """parts: (sequence, start, number of tokens, samples), in seq_slots 0, 1, ..."""
-    return Batch.build(
-        ScheduledStep.of(
-            tuple(ScheduledSequence(seq, s, n, samples, i, False) for i, (seq, s, n, samples) in enumerate(parts))
-        ),
-        block_size,
-    )  # fmt: skip
+    scheduled = [ScheduledSequence(seq, s, n, samples, i, False) for i, (seq, s, n, samples) in enumerate(parts)]
+    return Batch.build(scheduled, block_size)
 
 
 # ------------------------------------------------------------------------------------------------ by hand
@@ -115,7 +111,7 @@ class BatchDevice(Device):
     """Takes tokens, positions, cache cells and contexts from `Batch`, and compares them with what the step means."""
 
     def execute(self, step):
-        batch = Batch.build(step, self.block_size)
+        batch = Batch.build(step.parts, self.block_size)
         last_tokens = torch.tensor([self.last_tokens.get(slot, -(10**6)) for slot in range(8)])
         tokens = resolve_tokens(torch.from_numpy(batch.tokens[0]), last_tokens).tolist()
         row = 0

@@ -16,7 +16,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.dense import Qwen3ForCausalLM
 
 # What begins with a norm takes one token, what a norm may follow two to four.
 RANGES = {

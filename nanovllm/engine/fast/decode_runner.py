@@ -141,7 +141,7 @@ class DecodeRunner:
         order = state.place(step)
         shape = self._shape(piggybacked)
         if piggybacked:
-            pieces = Batch.of_parts(step.pieces, state.block_size)
+            pieces = Batch.build(step.pieces, state.block_size)
             self._runs.send(pieces, self._runs_bucket(piggybacked))
         drawn = False
         constrained = state.constrained()

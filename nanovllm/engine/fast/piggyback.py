@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
 
 
 class Piggyback:
-    """Decides which steps take tokens of prompts, and how many; the scheduler's `PrefillPacer`."""
+    """Decides which steps take tokens of prompts, and how many; the scheduler asks it."""
 
     def __init__(self, max_num_seqs: int, sizes: PiggybackSizes | None = None) -> None:
         self.sizes = sizes or PiggybackSizes()
@@ -74,17 +74,17 @@ class Piggyback:
     # ------------------------------------------------------------------------------------------------ for the scheduler
 
     def started(self) -> None:
-        """As `PrefillPacer.started`."""
+        """The first sequence comes to an idle scheduler."""
         self._ended_early = False
 
     def ended(self, seq: TokenSequence, reason: str) -> None:
-        """As `PrefillPacer.ended`."""
+        """A sequence has ended."""
         self._ended_early |= seq.offline and reason == "stop"
 
     def budget(
         self, running: Collection[TokenSequence], waiting: Collection[TokenSequence], max_num_tokens: int
     ) -> StepBudget:
-        """As `PrefillPacer.budget`."""
+        """The budget of the next step. running, waiting: the sequences that it may compute, in order."""
         full_speed = StepBudget(max_num_tokens)
         decodes: list[TokenSequence] = []
         prompts: list[TokenSequence] = []

@@ -92,7 +92,7 @@ def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias):
     """In float32 to 1e-5 (three tokens too: the multiply-add kernel takes up to four), and every fused op is used."""
     from nanovllm.layers.attention import AttentionMetadata, LayerCache
     from nanovllm.model_config import ModelConfig
-    from nanovllm.models.qwen3 import Qwen3ForCausalLM
+    from nanovllm.models.dense import Qwen3ForCausalLM
 
     config = ModelConfig.from_dict(dict(
         architectures=["Qwen3ForCausalLM"], vocab_size=50, hidden_size=48, intermediate_size=40, num_hidden_layers=2,
