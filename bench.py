@@ -18,6 +18,7 @@ runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as 
 
 import argparse
 import contextlib
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -154,7 +155,10 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
 
     if args.worker is not None:
         from nanovllm import LLM
+        from nanovllm.distributed.processes import exit_with_parent
 
+        exit_with_parent()
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         launcher.serve(args.worker, LLM)
         return 0
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
