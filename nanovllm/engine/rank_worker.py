@@ -44,10 +44,11 @@ def main() -> None:
     descriptor, rank = map(int, sys.argv[1:])
     exit_with_parent()
     connection = Connection(descriptor)
-    logging.basicConfig(level=logging.ERROR, format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
     follower: Follower | None = None
     try:
-        config, directory = connection.recv()
+        config, directory, level = connection.recv()
+        level = level if level <= logging.INFO else logging.ERROR  # rank 0 has the same warnings
+        logging.basicConfig(level=level, format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
         follower = Follower(rank, config, connection, directory)
         follow(LLMEngine(config, ranks=follower), connection)
     except (EOFError, ConnectionError):  # rank 0 has ended, or does not want this rank any more

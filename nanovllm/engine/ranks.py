@@ -160,7 +160,7 @@ class Leader(Ranks):
         # A CPU's collectives end by themselves after that time.
         stuck = _STUCK_SECONDS if device.type == "cuda" else config.rank_timeout + _STUCK_SECONDS
         self._processes = Processes("nanovllm.engine.rank_worker", self._size, environment, on_failure, stuck)
-        self._processes.send((config, self._directory))
+        self._processes.send((config, self._directory, logger.getEffectiveLevel()))
         weakref.finalize(self, _leave, self._processes, groups)
 
     @property
@@ -253,8 +253,12 @@ class _Meet:
         self._processes, self._timeout = processes, timeout
 
     def __call__(self, place: str) -> None:
-        for other in self._processes.receive("at", self._timeout, f"it did not come to where {place}"):
-            assert other == place, f"ranks are at different places: {other!r}, {place!r}"
+        others = self._processes.receive("at", self._timeout, f"it did not come to where {place}")
+        for rank, other in enumerate(others, 1):
+            if other != place:
+                both = [text.split(", ") for text in (other, place)]
+                theirs, ours = (", ".join(part for part in a if part not in b) for a, b in (both, both[::-1]))
+                raise RankError(f"rank {rank} differs from rank 0: {theirs} instead of {ours}")
         self._processes.send(("go", place))
 
 

@@ -3,6 +3,7 @@ process behind.
 """
 
 import importlib.util
+import logging
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ import time
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.fast.policy import FastPolicy
 from tests import tiny
+from tests.engine.fast.replayed import ReplayedFunctions
 
 ARGUMENTS = dict(
     device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=40, max_model_len=128, max_num_seqs=8,
@@ -67,10 +70,13 @@ def conversation(llm):
     return said
 
 
-def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch):
+def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch, caplog, capfd):
     monkeypatch.setenv("NANOVLLM_CHECK", "1")  # the ranks compare their schedules
     want = conversation(make(directory, 1))
-    llm = make(directory)
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        llm = make(directory)
+    for said in (caplog.text, capfd.readouterr().err):  # every rank says how far its start is
+        assert all(f"{part}: " in said for part in ("weights", "memory")), said
     pids = llm.engine.ranks.pids
     assert conversation(llm) == want and exist(pids) == pids
 
@@ -106,9 +112,13 @@ def test_bad_arguments(directory, arguments, said):
         make(directory, **arguments)
 
 
+CAPTURED = dict(
+    fast_policy=FastPolicy(graph_backend=ReplayedFunctions, prefill_graphs=False, padding=True),
+    kernel_priority={"attention_decode": ["reads_lengths"]},
+)
 FAULTS = {
     "stops": (
-        "from nanovllm.kernels import sample\n@sample.provider('other')\ndef other(*arguments): time.sleep(300)",
+        "draw = lambda *arguments: time.sleep(300)",
         "rank 1 did not come to a sum over the ranks for 20 s; it hangs",
     ),
     "hangs": ("time.sleep(300)", "rank 1 did not answer for 3 s: it"),
@@ -117,37 +127,52 @@ FAULTS = {
         "rank 1 of 2 failed: TypeError",
     ),
     "ends": ("os._exit(7)", "rank 1 of 2 ended with exit code 7"),
+    "lacks a kernel": (
+        "del all_ops()['sample'].providers['lacks a kernel']",
+        r"rank 1 differs from rank 0: 'sample': '\w+' instead of 'sample': 'lacks a kernel'",
+    ),
+    "captures": (
+        "from nanovllm.engine.fast import step_shape\nstep_shape.batch_buckets = lambda most: [most]",
+        r"rank 1 differs from rank 0: .*\(\[8\] instead of .*\(\[1, 2, 4, 8\]",
+    ),
     "differs": (
-        "from nanovllm.kernels import sample\n"
-        "@sample.provider('other')\n"
-        "def other(logits, temperature, top_k, top_p, min_p, seeds, positions):\n"
-        "    return sample.native(logits, temperature, top_k, top_p, min_p, seeds + 1, positions)",
+        "draw = lambda logits, a, b, c, d, seeds, positions: sample.native(logits, a, b, c, d, seeds + 1, positions)",
         "rank 1 of 2 has another schedule or other tokens than rank 0 after 16 steps",
     ),
 }
+PLUGIN = """
+import os, sys, time
+from nanovllm.kernels import Provider, all_ops, sample
+draw = sample.native
+@sample.provider("{fault}")
+def drawn(*arguments):
+    return draw(*arguments)
+attention = all_ops()["attention_decode"]
+attention.providers["reads_lengths"] = Provider("reads_lengths", attention.native)
+if sys.argv[0].endswith("rank_worker.py"):
+"""
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=[pytest.mark.slow] * (f in ("fails", "differs", "stops"))) for f in FAULTS]
+    "fault",
+    [
+        pytest.param(f, marks=[pytest.mark.slow] * (f in ("fails", "differs", "stops", "captures", "lacks a kernel")))
+        for f in FAULTS
+    ],
 )
 def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
     """A plugin does something else in the process of rank 1."""
     monkeypatch.setenv("NANOVLLM_CHECK", "1")
     what, said = FAULTS[fault]
     plugin = tmp_path / "fault.py"
-    plugin.write_text(
-        "import os, sys, time\n"
-        "from nanovllm.kernels import softmax\n"
-        f"@softmax.provider({fault!r})\n"
-        "def mine(x): return softmax.native(x)\n"
-        "if sys.argv[0].endswith('rank_worker.py'):\n" + textwrap.indent(what, "    ")
-    )
+    plugin.write_text(PLUGIN.format(fault=fault) + textwrap.indent(what, "    "))
     before = children()
     with pytest.raises(RuntimeError, match=said):
         llm = make(
             directory,
             kernel_plugins=[str(plugin)],
             use_custom_kernels=True,
+            **CAPTURED if fault == "captures" else {},
             rank_timeout={"hangs": 3, "stops": 20}.get(fault, 60),
         )
         llm.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)

@@ -1,6 +1,7 @@
 """A model split over 2, 3 or 4 ranks writes the tokens of one rank, whatever the engine does to the batch."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 
@@ -9,6 +10,7 @@ from nanovllm.distributed.group import SINGLE
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from tests import tiny
 from tests.distributed.spmd import Pool, engine
+from tests.engine.fast.replayed import BACKEND, lengths_on_the_device
 
 MODELS = {
     "kv1-tied": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=331, tie_word_embeddings=True)),
@@ -30,6 +32,10 @@ MODES = {
     "plain": dict(),
     "reference": dict(fast_policy=FastPolicy.off(), enable_prefix_caching=False),
     "asynchronous": dict(async_scheduling=True, **CROWDED),
+    "graphs": dict(
+        fast_policy=FastPolicy(graph_backend=BACKEND, prefill_graphs=True, capture_sampling=True, padding=True),
+        kernel_priority={name: ["reads_lengths"] for name in ("attention_decode", "attention_prefill")},
+    ),
     "padded": dict(fast_policy=FastPolicy(padding=True, prefill_graphs=True)),
     "piggybacked": dict(
         max_num_batched_tokens=64,
@@ -58,7 +64,10 @@ def directories(tmp_path_factory):
 
 def served(group, directory, arguments):
     """The tokens of two rounds of requests; some are aborted in the midst, and the second round finds prefixes."""
-    made = engine(group, directory, **arguments)
+    with lengths_on_the_device() if "kernel_priority" in arguments else nullcontext():
+        made = engine(group, directory, **arguments)
+    fast = made.runner.fast
+    assert bool(fast.decoder and fast.decoder.graphs and fast.prefill) == ("kernel_priority" in arguments)
     rng = random.Random(7)
     shared = [rng.randrange(197) for _ in range(40)]
     prompts = [[rng.randrange(197) for _ in range(n)] for n in (1, 17, 60)] + [shared + [n] for n in range(3)]
@@ -112,7 +121,7 @@ def test_modes(pool, directories, mode):
 
 def served_alone(directory, mode):
     # The C++ kernels of a CPU round in another order.
-    return served(SINGLE, directory, MODES[mode] | dict(use_custom_kernels=False))
+    return served(SINGLE, directory, MODES["padded" if mode == "graphs" else mode] | dict(use_custom_kernels=False))
 
 
 def answered(group, path):

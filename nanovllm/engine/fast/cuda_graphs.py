@@ -9,6 +9,7 @@ first batch of their size comes, since most engines see few of these sizes.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +20,10 @@ import torch
 from nanovllm.engine.fast.step_shape import DecodeBuckets, SamplingMode, StepShape
 from nanovllm.hardware.cuda_graph_memory import GraphMemory, recover_generator
 
+logger = logging.getLogger(__name__)
+
 _LARGEST_SMALL_BATCH = 64
+_LOGGED_GRAPHS = 32
 
 
 class Graph(Protocol):
@@ -125,8 +129,11 @@ class DecodeGraphs:
         """
         with brief:
             self._backend.first_calls(lambda: [first_call(shape) for shape in self._first_shapes()])
-        for shape in self._shapes():
+        shapes = self._shapes()
+        for count, shape in enumerate(shapes, 1):
             self._graphs[shape] = self._backend.capture(partial(launch, shape))
+            if count % _LOGGED_GRAPHS == 0:
+                logger.info("decode graphs: %d of %d", count, len(shapes))
 
     def _first_shapes(self) -> list[StepShape]:
         """What is created, compiled or measured in a first call. Small batches may have other kernels."""

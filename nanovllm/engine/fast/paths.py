@@ -56,6 +56,9 @@ class FastPaths:
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
         self._layer_weights, layer_bytes = model.layer_sizes
+        layer_bytes = current_group().smallest(
+            layer_bytes, device
+        )  # a rank may hold packed weights, another whole ones
         self.enabled = enabled_paths(self.policy, kernels, device, layer_bytes, config.enable_prefix_caching)
         self.reserve_tokens_ahead = self.policy.reserve_tokens_ahead
         self.piggyback: Piggyback | None = None
@@ -92,15 +95,18 @@ class FastPaths:
             )
         if enabled.prefill_padding:
             flops = 2 * self._layer_weights * limits.max_num_batched_tokens
-            sizes = prefill_buckets(
+            padded = prefill_buckets(
                 limits.max_num_batched_tokens,
                 limits.max_num_seqs,
                 policy.prefill_sizes,
                 policy.prefill_seqs,
                 full=flops <= policy.max_full_step_flops,
             )
-            self.prefill = PrefillRunner(paged, sizes, policy.prefill_sizes[-1], policy.min_full_share)
+            self.prefill = PrefillRunner(paged, padded, policy.prefill_sizes[-1], policy.min_full_share)
         warm_up = WarmUp(paged, sampler, self.buckets, limits)
+        sizes = self.buckets.batch_sizes, self.buckets.shared_sizes, self.buckets.piggybacked_sizes
+        prefill = None if self.prefill is None else [tuple(bucket) for bucket in self.prefill.buckets]
+        current_group().meet(f"{enabled} with steps of {sizes} and {prefill}")  # else ranks sum other shapes
         if self._logits is not None:
             self._capture(self._logits, paged, warm_up, timer)
         if enabled.warm_up:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from nanovllm.distributed.group import current_group
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.engine.fast.step_shape import DecodeBuckets
 from nanovllm.engine.kv_cache import kv_slot
@@ -59,8 +60,12 @@ class WarmUp:
                 # Steps that are too large for a graph: decodes have attention of their own there, with a plan for each
                 # size.
                 self._run([*SMALL_BATCHES, *((size, (3,)) for size in sizes)])
+            state = "are compiled"
         except Exception as e:
             logger.info("kernels are compiled one after the other: %s: %s", type(e).__name__, e)
+            state = f"are not compiled ahead: {type(e).__name__}"
+        # A rank that has failed alone left out sums over the ranks, for which the others' GPUs wait.
+        current_group().meet(f"its kernels {state}")
         self._synchronize()
 
     def run(self) -> None:
