@@ -84,7 +84,12 @@ def _add_engine(group: Any) -> None:
         help="packages of one peer, such as a venv's site-packages: vLLM and SGLang need different versions of some",
     )  # fmt: skip
     group.add_argument(
-        "--vllm-plugin", action="store_true", help="measure vLLM a second time, with nanovllm's kernels in it"
+        "--vllm-plugin",
+        nargs="?",
+        const="1",
+        action="append",
+        metavar="OPS",
+        help="measure vLLM again with nanovllm's kernels in it, or with those of these ops; may be repeated",
     )
     group.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     group.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')

@@ -7,9 +7,10 @@ unless it is asked to:
     NANOVLLM_VLLM=rms_norm,silu_and_mul vllm serve MODEL          # these ops only
     vllm serve MODEL --additional-config '{"nanovllm": {"ops": ["rms_norm"]}}'
 
-The interfaces are those of vLLM 0.24. Norms are implementations of vLLM's IR ops. They come first in the priorities
-that the platform has by default; `--kernel-config` goes before these. The gated activation and the rotation are
-out-of-tree versions of vLLM's layers; `-silu_and_mul` and `-rotary_embedding` in `custom_ops` switch them off.
+The interfaces are those of vLLM 0.24 and 0.26. Norms are implementations of vLLM's IR ops. They come first in the
+priorities that the platform has by default; `--kernel-config` goes before these. The gated activation and the rotation
+are out-of-tree versions of vLLM's layers; `-silu_and_mul` and `-rotary_embedding` in `custom_ops` switch them off.
+`attention_decode`, which must be named, is a part of vLLM's backend FLASH_ATTN (`vllm_attention.py`).
 """
 
 from __future__ import annotations
@@ -19,16 +20,20 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 logger = logging.getLogger("vllm.plugins.nanovllm")  # a child of vLLM's logger, so that it is shown
 
 VARIABLE = "NANOVLLM_VLLM"
 OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding")
+"""The ops that "1" stands for."""
+ALL_OPS = (*OPS, "attention_decode")
 CONFIG_KEY = "nanovllm"
 _PROVIDER = "nanovllm"
 _IR_OPS = {"rms_norm": "rms_norm", "add_rms_norm": "fused_add_rms_norm"}
 """Our op -> vLLM's."""
+_ATTENTION = "nanovllm.adapters.vllm_attention.Backend"
 _HOOKED = "_nanovllm_replaced"
 _OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on", "all")
 
@@ -66,10 +71,10 @@ def ops_asked_for(value: Any, who: str) -> tuple[str, ...]:
     if isinstance(value, bool) or value is None:
         return OPS if value else ()
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value
-    wrong = names if not isinstance(names, list) else [n for n in names if n not in OPS]
+    wrong = names if not isinstance(names, list) else [n for n in names if n not in ALL_OPS]
     if wrong:
-        raise ValueError(f"{who}={json.dumps(value)}: expected 0, 1, or any of {', '.join(OPS)}")
-    return tuple(op for op in OPS if op in names)
+        raise ValueError(f"{who}={json.dumps(value)}: expected 0, 1, or any of {', '.join(ALL_OPS)}")
+    return tuple(op for op in ALL_OPS if op in names)
 
 
 def unsupported() -> str | None:
@@ -97,9 +102,8 @@ def serve(ops: Sequence[str] = OPS) -> list[str]:
             served.append(op)
         except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as e:
             logger.warning("nanovllm does not serve %s in this vLLM: %s: %s", op, type(e).__name__, e)
-    if ours := [_IR_OPS[op] for op in served if op in _IR_OPS]:
-        _prefer(ours)
     if served:
+        _prefer(served)
         logger.info("nanovllm serves %s", ", ".join(served))
     return served
 
@@ -115,6 +119,11 @@ def take_back() -> None:
     for name, layer in list(op_registry_oot.items()):
         if layer.__module__ == __name__:
             del op_registry_oot[name]
+    with suppress(ImportError):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        if AttentionBackendEnum.FLASH_ATTN.get_path() == _ATTENTION:
+            AttentionBackendEnum.FLASH_ATTN.clear_override()
     _unhook()
 
 
@@ -223,6 +232,19 @@ def _rotated(layer: Any) -> Callable[..., Any]:
     return forward_cuda
 
 
+def _serve_attention_decode() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    flash = AttentionBackendEnum.FLASH_ATTN
+    if flash.is_overridden() and flash.get_path() != _ATTENTION:
+        raise ValueError(f"FLASH_ATTN is replaced already, by {flash.get_path()}")
+    from nanovllm.adapters.vllm_attention import Backend  # which fails where vLLM's interfaces are others
+
+    if len(Backend.get_kv_cache_shape(1, 64, 1, 64)) != 4:
+        raise ValueError("its cache keeps the values of a block apart from its keys; vLLM 0.26 does not")
+    register_backend(flash, _ATTENTION)
+
+
 def _replace_layer(layer: Any, methods: dict[str, Any]) -> None:
     """Let vLLM make our version of a layer in the place of its own."""
     from vllm.config import get_cached_compilation_config
@@ -246,11 +268,15 @@ def _replace_layer(layer: Any, methods: dict[str, Any]) -> None:
     ours.name = name  # type: ignore[attr-defined]
 
 
-def _prefer(ir_ops: Sequence[str]) -> None:
-    """Put our implementations first in the platform's default priorities."""
+def _prefer(served: Sequence[str]) -> None:
+    """Put our implementations first in the platform's default priorities, and what is served into the configuration,
+    whose hash is a part of the names under which vLLM keeps compiled code.
+    """
 
     def preferred(priority: Any, vllm_config: Any) -> Any:
-        for op in ir_ops:
+        if isinstance(vllm_config.additional_config, dict):
+            vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: {"ops": list(served)}}
+        for op in (_IR_OPS[op] for op in served if op in _IR_OPS):
             order = getattr(priority, op)
             if _PROVIDER not in order:
                 setattr(priority, op, [_PROVIDER, *order])
@@ -314,4 +340,5 @@ _SERVE: dict[str, Callable[[], None]] = {
     "add_rms_norm": _serve_add_rms_norm,
     "silu_and_mul": _serve_silu_and_mul,
     "rotary_embedding": _serve_rotary_embedding,
+    "attention_decode": _serve_attention_decode,
 }

@@ -151,8 +151,9 @@ class Benchmark:
             if engine != "nanovllm":
                 given = command_line.peer_options(self.args)
                 yield from self._sized(self._job(engine, "", given))
-                if engine == "vllm" and self.args.vllm_plugin:
-                    yield from self._sized(self._job(engine, "plugin", {**given, "vllm_plugin": True}))
+                for ops in self.args.vllm_plugin or () if engine == "vllm" else ():
+                    variant = "plugin" if ops == "1" else f"plugin {ops}"
+                    yield from self._sized(self._job(engine, variant, {**given, "vllm_plugin": ops}))
                 continue
             given = command_line.engine_options(self.args)
             yield from self._sized(self._job(engine, self.variant, given))

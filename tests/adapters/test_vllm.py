@@ -44,6 +44,18 @@ def test_it_does_nothing_unless_it_is_asked(platform):
     assert set(vllm_stand_in.IrOp.registry["rms_norm"].impls) == {"native"}
 
 
+def test_what_is_served_is_a_part_of_the_configuration(platform, monkeypatch):
+    """vLLM keeps compiled code under its hash, and would run code that was compiled without the layers."""
+    monkeypatch.setenv(plugin.VARIABLE, "silu_and_mul")
+    plugin.register()
+    config = SimpleNamespace(additional_config={"other": 1})
+    platform.get_default_ir_op_priority(config)
+    assert config.additional_config == {"other": 1, "nanovllm": {"ops": ["silu_and_mul"]}}
+    config.additional_config = theirs = object()  # an object with a hash of its own
+    platform.get_default_ir_op_priority(config)
+    assert config.additional_config is theirs
+
+
 def test_the_environment_asks(platform, monkeypatch, caplog):
     monkeypatch.setenv(plugin.VARIABLE, "1")
     with caplog.at_level(logging.INFO, "vllm.plugins.nanovllm"):

@@ -1,6 +1,8 @@
 """The plugin in vLLM itself, as far as a CPU goes: its configuration, IR ops, layers and their lowering."""
 
 import os
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -49,10 +51,53 @@ def priorities(config):
 
 def test_the_configuration_asks_and_users_priorities_go_first():
     plugin.register()
-    assert priorities(VllmConfig()) == (["native"], ["native"])
+    plain = VllmConfig()
+    assert priorities(plain) == (["native"], ["native"])
     config = VllmConfig(additional_config={"nanovllm": ALL})
     assert priorities(config) == (["nanovllm", "native"],) * 2
-    assert config.compute_hash() != VllmConfig(additional_config={"nanovllm": {"ops": []}}).compute_hash()
+    assert config.compute_hash() != plain.compute_hash()
+
+
+def test_the_environment_asks_and_compiled_code_is_kept_apart(monkeypatch):
+    hashes = {VllmConfig().compute_hash()}
+    for ops in ("silu_and_mul", "rotary_embedding"):  # which change no priority
+        monkeypatch.setenv(plugin.VARIABLE, ops)
+        plugin.register()
+        hashes.add(VllmConfig().compute_hash())
+        plugin.take_back()
+    assert len(hashes) == 3
+
+
+def test_attention_is_registered_and_chosen(monkeypatch):
+    stand_in = ModuleType("vllm.vllm_flash_attn")  # FlashAttention itself is compiled
+    stand_in.__getattr__ = lambda name: lambda *args, **kwargs: None
+    for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    flash = AttentionBackendEnum.FLASH_ATTN
+    own = flash.get_class()
+    if len(own.get_kv_cache_shape(1, 64, 1, 64)) != 4:
+        assert plugin.serve(["attention_decode"]) == [] and flash.get_class() is own
+        return
+    assert plugin.serve(["attention_decode"]) == ["attention_decode"]
+    ours = flash.get_class()
+    impl, builder = ours.get_impl_cls(), ours.get_builder_cls()
+    assert issubclass(ours, own) and ours.get_preferred_block_size(16) == 64
+    assert issubclass(impl, own.get_impl_cls()) and issubclass(builder, own.get_builder_cls())
+    layer = impl(4, 64, 0.125, 2, None, None, "auto")
+    two = torch.ones(2, dtype=torch.int32)
+    metadata = FlashAttentionMetadata(
+        2, 1, torch.arange(3, dtype=torch.int32), 1, two, two[:, None], two.long(), False, 0, None, None, None
+    )
+    assert not layer.may_decode(metadata)
+    metadata.nanovllm_decodes = True
+    assert layer.may_decode(metadata)
+    call = layer.call(torch.zeros(2, 4, 64), torch.zeros(3, 64, 2, 128).transpose(1, 2), metadata)
+    assert call.kv.k_cache.shape == (3, 64, 2, 64) and call.kv.max_context_len == 64 and call.soft_cap is None
+    plugin.take_back()
+    assert flash.get_class() is own
 
 
 def test_vllm_loads_it_by_the_entry_point(monkeypatch, tmp_path):

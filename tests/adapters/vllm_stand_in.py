@@ -1,7 +1,8 @@
-"""The interfaces of vLLM 0.24 that the plugin uses, as thin stand-ins, for machines without vLLM."""
+"""The interfaces of vLLM 0.26 that the plugin uses, as thin stand-ins, for machines without vLLM."""
 
 import inspect
 import sys
+from enum import Enum
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -113,6 +114,53 @@ def _fused_add_rms_norm(
     return F.rms_norm(x + x_residual, (x.shape[-1],), weight, epsilon), x + x_residual
 
 
+class FlashAttentionBackend:
+    @classmethod
+    def get_preferred_block_size(cls, default):
+        return default
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+class FlashAttentionMetadataBuilder:
+    """`build` returns what it was given, and whether it made no schedule."""
+
+    use_full_cuda_graph, max_cudagraph_size = True, 32
+    num_heads_q, num_heads_kv, headdim, kv_cache_dtype, block_size = 4, 2, 64, torch.float16, 64
+
+    def build(self, common_prefix_len, given, fast_build=False):
+        rest = {"use_cascade": common_prefix_len > 0, "unscheduled": fast_build}
+        return SimpleNamespace(**vars(given), **rest)
+
+
+class FlashAttentionImpl:
+    def __init__(self, num_heads, head_size, scale, num_kv_heads, sliding_window=(-1, -1), logits_soft_cap=0):
+        self.head_size, self.scale, self.num_kv_heads = head_size, scale, num_kv_heads
+        self.attn_type, self.alibi_slopes, self.sinks, self.sliding_window = "decoder", None, None, sliding_window
+        self.logits_soft_cap, self.batch_invariant_enabled, self.dcp_world_size = logits_soft_cap, False, 1
+
+    def forward(self, *args):
+        return "FlashAttention"
+
+
+class AttentionBackendEnum(Enum):
+    FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+
+    def get_path(self):
+        return OVERRIDES.get(self, self.value)
+
+    def is_overridden(self):
+        return self in OVERRIDES
+
+    def clear_override(self):
+        OVERRIDES.pop(self, None)
+
+
+OVERRIDES: dict = {}
+
+
 class Platform:
     """`vllm.platforms.current_platform` on a machine with a GPU; `gpu` and `capability` are what it says."""
 
@@ -135,11 +183,13 @@ class Platform:
 def install(monkeypatch):
     """Put the stand-ins into `sys.modules`; the platform."""
     IrOp.registry, CustomOp.registry, CustomOp.custom_ops = {}, {}, ["none"]
+    OVERRIDES.clear()
     platform = type("CudaPlatform", (Platform,), {})()
     ops = SimpleNamespace(
         rms_norm=IrOp("rms_norm", _rms_norm), fused_add_rms_norm=IrOp("fused_add_rms_norm", _fused_add_rms_norm)
     )
-    rope = "vllm.model_executor.layers.rotary_embedding"
+    rope, attention = "vllm.model_executor.layers.rotary_embedding", "vllm.v1.attention"
+    flash = FlashAttentionBackend, FlashAttentionImpl, FlashAttentionMetadataBuilder
     modules = {
         "vllm": {"ir": SimpleNamespace(ops=ops)},
         "vllm.ir": {"ops": ops},
@@ -154,6 +204,18 @@ def install(monkeypatch):
         f"{rope}.base": {"RotaryEmbedding": RotaryEmbedding},
         f"{rope}.llama3_rope": {"Llama3RotaryEmbedding": Llama3RotaryEmbedding},
         f"{rope}.yarn_scaling_rope": {"YaRNScalingRotaryEmbedding": YaRNScalingRotaryEmbedding},
+        "vllm.v1": {},
+        attention: {},
+        f"{attention}.backend": {
+            "AttentionCGSupport": SimpleNamespace(UNIFORM_BATCH="uniform"),
+            "AttentionType": SimpleNamespace(DECODER="decoder"),
+        },
+        f"{attention}.backends": {},
+        f"{attention}.backends.flash_attn": {layer.__name__: layer for layer in flash},
+        f"{attention}.backends.registry": {
+            "AttentionBackendEnum": AttentionBackendEnum,
+            "register_backend": lambda backend, path: OVERRIDES.update({backend: path}),
+        },
     }
     for name, contents in modules.items():
         module = ModuleType(name)

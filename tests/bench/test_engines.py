@@ -103,21 +103,27 @@ def test_vllm_with_the_plugin_is_a_row_of_its_own(tmp_path):
         return [(j.engine, j.variant, j.options.get("vllm_plugin")) for j in given if j.task == "measure"]
 
     assert jobs() == [("vllm", "", None)]
-    assert jobs("--vllm-plugin") == [("vllm", "", None), ("vllm", "plugin", True)]
+    assert jobs("--vllm-plugin") == [("vllm", "", None), ("vllm", "plugin", "1")]
+    some = ("vllm", "plugin rms_norm", "rms_norm")
+    assert jobs("--vllm-plugin", "--vllm-plugin", "rms_norm")[1:] == [("vllm", "plugin", "1"), some]
     args = bench.parser().parse_args(["--preset", "qwen3-0.6b", "--vllm-plugin"])
     with pytest.raises(ValueError, match="--vllm-plugin: vLLM is not among the engines"):
         command_line.check(args)
 
 
-@pytest.mark.parametrize("plugin, priority", [(True, "nanovllm"), (True, "native"), (False, "native")])
-def test_vllm_starts_with_the_plugin_or_without(plugin, priority, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "plugin, served, missing",
+    [("1", ["rms_norm"], ""), ("rms_norm", ["rms_norm"], ""), ("", [], ""), ("1", [], "anything"),
+     ("rms_norm,attention_decode", ["rms_norm"], "attention_decode")],
+)  # fmt: skip
+def test_vllm_starts_with_the_plugin_or_without(plugin, served, missing, monkeypatch, tmp_path):
     from nanovllm.bench.engines.common import EngineError
 
     monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
     monkeypatch.setenv("NANOVLLM_VLLM", "")
     config = SimpleNamespace(dtype="torch.bfloat16", hf_config=SimpleNamespace(to_dict=lambda: tiny_config()))
-    order = SimpleNamespace(ir_op_priority=SimpleNamespace(rms_norm=[priority, "native"]))
-    engine = SimpleNamespace(model_config=config, vllm_config=SimpleNamespace(kernel_config=order))
+    extra = {"nanovllm": {"ops": served}} if served else {}
+    engine = SimpleNamespace(model_config=config, vllm_config=SimpleNamespace(additional_config=extra))
     stand_in = SimpleNamespace(__version__="0.24.0", LLM=lambda **_: SimpleNamespace(llm_engine=engine))
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
     monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.vllm", raising=False)
@@ -125,12 +131,12 @@ def test_vllm_starts_with_the_plugin_or_without(plugin, priority, monkeypatch, t
 
     monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.vllm")
     job = Job("vllm", "", str(tmp_path), (), options={"vllm_plugin": plugin})
-    if plugin and priority == "native":
-        with pytest.raises(EngineError, match="the plugin serves nothing; is nanovllm installed beside vLLM"):
+    if missing:
+        with pytest.raises(EngineError, match=f"does not serve {missing}; is nanovllm installed beside vLLM"):
             VllmEngine(job)
     else:
         VllmEngine(job)
-    assert os.environ["NANOVLLM_VLLM"] == str(int(plugin))
+    assert os.environ["NANOVLLM_VLLM"] == (plugin or "0")
 
 
 def tiny_config():

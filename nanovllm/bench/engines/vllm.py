@@ -30,8 +30,8 @@ _OPTIONS = (
 
 class VllmEngine:
     def __init__(self, job: Job) -> None:
-        self._plugin = bool(job.options.get("vllm_plugin"))
-        os.environ["NANOVLLM_VLLM"] = "1" if self._plugin else "0"  # what `nanovllm.adapters.vllm` reads
+        self._plugin = job.options.get("vllm_plugin", "")
+        os.environ["NANOVLLM_VLLM"] = self._plugin or "0"  # what `nanovllm.adapters.vllm` reads
         self._folder = tempfile.TemporaryDirectory()
         options = {name: job.options[name] for name in _OPTIONS if job.options.get(name) is not None}
         self._llm = vllm.LLM(
@@ -40,7 +40,7 @@ class VllmEngine:
             max_model_len=job.max_model_len, seed=job.seed, disable_log_stats=False, **options,
         )  # fmt: skip
         if self._plugin:
-            check_plugin(self._llm.llm_engine.vllm_config)
+            check_plugin(self._llm.llm_engine.vllm_config, self._plugin)
         config = self._llm.llm_engine.model_config
         self._dtype = str(config.dtype).removeprefix("torch.")
         self.config = ModelConfig.from_dict(config.hf_config.to_dict())
@@ -49,7 +49,7 @@ class VllmEngine:
 
     def about(self) -> dict[str, Any]:
         about = {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
-        return {**about, "plugin": "nanovllm"} if self._plugin else about
+        return {**about, "plugin": served(self._llm.llm_engine.vllm_config)} if self._plugin else about
 
     def quantised_weights(self, num_tokens: int) -> int:
         return quantised_by_peer(self._job, self.config)
@@ -87,11 +87,19 @@ class VllmEngine:
         self._folder.cleanup()
 
 
-def check_plugin(config: Any) -> None:
-    """An EngineError unless vLLM's configuration has the plugin's kernels first."""
-    if config.kernel_config.ir_op_priority.rms_norm[:1] != ["nanovllm"]:
+def served(config: Any) -> list[str]:
+    """The ops that the plugin has entered into vLLM's configuration."""
+    return config.additional_config.get("nanovllm", {}).get("ops", [])
+
+
+def check_plugin(config: Any, wanted: str) -> None:
+    """An EngineError unless the plugin serves the ops that are wanted; "1": any."""
+    found = served(config)
+    missing = [op for op in wanted.split(",") if op not in found] if wanted != "1" else [] if found else ["anything"]
+    if missing:
         raise EngineError(
-            "the plugin serves nothing; is nanovllm installed beside vLLM (pip install -e .)? --verbose shows its log"
+            f"the plugin does not serve {', '.join(missing)}; is nanovllm installed beside vLLM (pip install -e .)? "
+            "--verbose shows its log"
         )
 
 
