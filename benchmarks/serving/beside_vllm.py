@@ -49,6 +49,11 @@ def parser() -> argparse.ArgumentParser:
     both.add_argument("--model", default="qwen3-0.6b", help="a preset, or a directory with weights and a tokenizer")
     both.add_argument("--max-model-len", type=int, default=2048)
     both.add_argument("--share", type=float, default=0.42, help="the share of the GPU's memory for each server")
+    both.add_argument(
+        "--together", action="store_true",
+        help="start both at once; give each a KV cache of a fixed size: --serve-args='--num-kvcache-blocks N'"
+        " --peer-args='--kv-cache-memory-bytes N'",
+    )  # fmt: skip
     both.add_argument("--serve-args", default="", help="further arguments of `nanovllm serve`")
     both.add_argument("--peer", default="vllm", choices=PEERS)
     both.add_argument("--peer-command", help=f"its command in place of that of --peer: {PEERS['vllm']!r}")

@@ -28,7 +28,9 @@ _OURS_COMMAND = (
     "{python} -m nanovllm serve --model {model} --tokenizer {directory} --load-format {load_format} --port {port}"
     " --max-model-len {max_model_len} --gpu-memory-utilization {share}"
 )
-_PEER_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
+_PEER_ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"
+}  # fmt: skip
 _WARM_UP_TOKENS = 8
 _LAST_LINES = 5
 
@@ -73,6 +75,8 @@ class Bench:
         self.folder = folder
         self._servers: dict[str, ServerProcess | None] = {}
         """By side; None: it did not start."""
+        self._launched: dict[str, ServerProcess] = {}
+        """Processes that `server` has not yet waited for."""
         random_weights = args.model in PRESETS and not Path(args.model).exists()
         config = preset(args.model) if random_weights else None
         workload = WORKLOADS[args.workload]
@@ -91,7 +95,7 @@ class Bench:
         }  # fmt: skip
 
     def close(self) -> None:
-        for server in self._servers.values():
+        for server in (*self._servers.values(), *self._launched.values()):
             if server is not None:
                 server.close()
 
@@ -119,7 +123,14 @@ class Bench:
             return True
         return False
 
-    def _start(self, side: str) -> ServerProcess | None:
+    def launch(self, *sides: str) -> None:
+        """Start the processes of several servers at once. Their KV caches need given sizes: none may look for memory
+        that another one is about to take."""
+        for side in sides:
+            if side not in self._servers:
+                self._launched[side] = self._process(side)
+
+    def _process(self, side: str) -> ServerProcess:
         args, env = self.args, dict(os.environ)
         template, extra = (_OURS_COMMAND, args.serve_args) if side == OURS else (args.command, args.peer_args)
         if side != OURS:
@@ -130,9 +141,12 @@ class Bench:
             command = [part.format_map(self._names) for part in shlex.split(f"{template} {extra}")]
         except (KeyError, IndexError, ValueError) as error:
             raise ValueError(f"--peer-command {template!r}: {error} is none of {', '.join(self._names)}") from None
-        server = ServerProcess(side, command, env, self.folder / f"{side}.log")
+        return ServerProcess(side, command, env, self.folder / f"{side}.log")
+
+    def _start(self, side: str) -> ServerProcess | None:
+        server = self._launched.pop(side, None) or self._process(side)
         try:
-            seconds = server.wait(args.start_limit)
+            seconds = server.wait(self.args.start_limit)
             self.rows.add("start", side, "", 0, {"seconds": seconds, "said": f"ready after {seconds:.1f} s"})
             self._warm_up(server)
         except (ServerFailed, PartFailed) as error:

@@ -154,6 +154,8 @@ def _memory(sizes: Sequence[Memory]) -> str:
 def streams(bench: Bench) -> None:
     args = bench.args
     peer = args.peer if args.peer != OURS else "peer"
+    if args.together:
+        bench.launch(OURS, peer)
     sides = [side for side in (OURS, peer) if bench.runs(side)]  # one starts after the other: each looks for memory
     deadline = bench.deadline()
     for turn in range(args.rounds):

@@ -102,7 +102,7 @@ def test_a_run_that_is_ended_keeps_its_rows_and_ends_its_servers(tmp_path):
         sys.executable, "-m", "benchmarks.serving.beside_vllm", "--json", str(file), "--model", str(model), "--peer",
         "nanovllm", "--serve-args=--device cpu", "--peer-args=--device cpu", "--workload", "tiny", "--loads", "1",
         "--structured", "4,2,24", "--storm", "2,4", "--input-len", "8", "--output-len", "60000", "--vocab-size", "200",
-        "--rounds", "1", "--max-model-len", "65000",
+        "--rounds", "1", "--max-model-len", "65000", "--together",
     ]  # fmt: skip
     run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
