@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nanovllm.chat.tools import CALL, END_CALL
+
 logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
@@ -64,6 +66,8 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
         if "tools" not in str(given.get("chat_template", tokenizer.chat_template)):
             logger.warning("the model's chat template does not show tools: the model will not know them")
     plain = [_with_call_objects(_with_plain_content(f"{name}[{i}]", m)) for i, m in enumerate(messages)]
+    if "tool_calls" not in str(given.get("chat_template", tokenizer.chat_template)):
+        plain = list(map(_with_calls_as_text, plain))
     try:
         return tokenizer.apply_chat_template(plain, tokenize=False, **given)
     except Exception as error:  # of Jinja, of transformers, or what the template itself raises
@@ -94,6 +98,16 @@ def _with_call_objects(message: Message) -> Message:
     if not _is_list(calls):
         return message
     return {**message, "tool_calls": [_with_object(call) for call in calls]}
+
+
+def _with_calls_as_text(message: Message) -> Message:
+    """The message with its calls as text in Qwen's format, for a template that would leave them out."""
+    calls: Any = message.get("tool_calls")
+    if not _is_list(calls) or not calls:
+        return message
+    functions = [call.get("function") if isinstance(call, Mapping) else call for call in calls]
+    texts = [f"{CALL}\n{json.dumps(function, ensure_ascii=False)}\n{END_CALL}" for function in functions]
+    return {**message, "content": "\n".join([*filter(None, [message.get("content")]), *texts])}
 
 
 def _with_object(call: Any) -> Any:

@@ -87,6 +87,7 @@ class App:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
+        await asyncio.to_thread(self.service.warm_up)
         gc.collect()
         gc.freeze()  # a collection need not look at all that importing and loading has made
         self.service.engine.attach()

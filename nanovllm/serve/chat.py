@@ -70,7 +70,7 @@ class Conversation:
             continue_final_message=request.continue_final_message,
         )  # fmt: skip
         self._plan = AnswerPlan.of(self.tools, self.prompt, template)
-        if request.top_logprobs is not None and not request.logprobs:
+        if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
         both = request.max_completion_tokens, request.max_tokens
         params = sampling_params(

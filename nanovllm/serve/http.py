@@ -88,6 +88,8 @@ class Exchange:
         kind = self.headers.get(b"content-type", default).split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise ApiError(415, "content-type: must be application/json")
+        if (packed := self.headers.get(b"content-encoding", b"identity").lower()) != b"identity":
+            raise ApiError(415, f"content-encoding: {packed.decode('latin-1'):.40}: send the body as it is")
         body = await self.body(max_bytes, timeout)
         self.body_size = len(body)
         try:

@@ -18,6 +18,19 @@ class _TooLarge(httptools.HttpParserError):
     """The headers exceed a limit."""
 
 
+class _AnyLength(int):
+    """A length that every body has."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> _AnyLength:
+        return self
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """Closes a connection that is one too many, or whose headers are too large or too slow."""
 
@@ -75,6 +88,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._headers_are_there()
         self._in_body = True
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":  # it has no chunks: a stream ends with its connection
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, _AnyLength()
 
     def on_message_complete(self) -> None:
         self._in_body = False

@@ -75,13 +75,15 @@ def _conversation(service: Service, request: MessagesRequest | CountTokensReques
         chat.append({"role": "system", "content": _text(request.system, "system")})
     for i, message in enumerate(request.messages):
         chat += _chat_messages(message, f"messages[{i}]")
+    last = chat[-1] if chat else {}
+    goes_on = last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
     choice, parallel = _tool_choice(request.tool_choice)
     with renamed(_RENAMED):
         return Conversation(
             service,
             ChatRequest(
                 messages=chat, tools=_tools(request.tools), tool_choice=choice, parallel_tool_calls=parallel,
-                chat_template_kwargs=_thinking(request.thinking, service), **others,
+                chat_template_kwargs=_thinking(request.thinking, service), continue_final_message=goes_on, **others,
             ),
         )  # fmt: skip
 

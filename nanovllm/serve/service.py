@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -121,6 +122,11 @@ class Service:
             return await self.offload(len(text), self.engine.maker.prompts.encode, text, name, add_special_tokens)
         except (ValueError, TypeError) as error:
             raise bad_request(error) from None
+
+    def warm_up(self) -> None:
+        """Render a conversation: the first one imports transformers and compiles the template, for up to seconds."""
+        with suppress(ApiError):
+            self.render([{"role": "user", "content": "x"}], {})
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], **own: Any) -> str:
         """The text of a conversation. variables: the client's, for the template; own: the server's."""

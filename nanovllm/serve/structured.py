@@ -22,6 +22,8 @@ def constraint(request: GenerationRequest) -> dict[str, Any]:
             if spec is not None:
                 raise ApiError(400, "response_format and structured_outputs exclude each other", "response_format")
             spec = StructuredOutputs(**request.structured_outputs)
-    except (ValueError, TypeError) as error:
+    except TypeError as error:
+        raise ApiError(400, f"structured_outputs: {error}", "structured_outputs") from None
+    except ValueError as error:
         raise bad_request(error) from None
     return {"structured_outputs": spec, "allowed_token_ids": request.allowed_token_ids}

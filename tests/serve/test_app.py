@@ -1,5 +1,7 @@
 """Routes, keys, request ids, limits of the network."""
 
+import asyncio
+import gzip
 import http.client
 import inspect
 import json
@@ -20,6 +22,7 @@ from nanovllm.cli.serve import serve
 from nanovllm.serve.app import App
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.server import Listener
+from nanovllm.serve.service import Service
 from tests.serve.running import RunningServer, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +106,44 @@ def test_origins(guarded):
     )
     assert sent.status_code == 415
     assert guarded.client.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}').status_code == 200
+
+
+def test_a_packed_body_is_refused_by_name(guarded):
+    packed = gzip.compress(b'{"prompt": "x"}')
+    for name, status in (("gzip", 415), ("identity", 400)):
+        answer = guarded.client.post("/v1/completions", content=packed, headers={"content-encoding": name})
+        assert answer.status_code == status and ("content-encoding: gzip" in answer.text) == (status == 415)
+
+
+def test_a_stream_over_http_1_0_has_no_chunks_and_ends_with_its_connection(guarded):
+    """nginx, unless told otherwise, asks in HTTP/1.0."""
+    for stream in (True, False):
+        body = json.dumps({"prompt": "x", "max_tokens": 3, "ignore_eos": True, "stream": stream}).encode()
+        with socket.create_connection(("127.0.0.1", guarded.port), 10) as sock:
+            head = "POST /v1/completions HTTP/1.0\r\nauthorization: Bearer secret-key-1\r\ncontent-length: %d\r\n\r\n"
+            sock.sendall((head % len(body)).encode() + body)
+            with sock.makefile("rb") as answer:
+                head, _, found = answer.read().partition(b"\r\n\r\n")
+        assert b"200 OK" in head and b"transfer-encoding" not in head and b"connection: close" in head
+        if stream:
+            assert found.startswith(b"data: {") and found.endswith(b"}\n\ndata: [DONE]\n\n")
+        else:
+            assert json.loads(found)["usage"]["completion_tokens"] == 3
+
+
+def test_the_first_chat_does_not_hold_up_the_event_loop(model_path, monkeypatch):
+    """The template is ready before the server is: it can take seconds."""
+    where = []
+
+    def render(self, *args, **kwargs):
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        where.append("a thread without a loop")
+
+    monkeypatch.setattr(Service, "render", render)
+    with RunningServer(model_path) as running:
+        assert where
+        running.post("/v1/completions", prompt="x", max_tokens=1)
 
 
 def test_a_path_cannot_forge_a_line_of_the_access_log(guarded, caplog):

@@ -50,6 +50,7 @@ def test_log_probabilities(server, llm):
         (dict(messages=MESSAGES, top_logprobs=2), "top_logprobs", "logprobs=true"),
         (dict(messages=MESSAGES, chat_template_kwargs={"tokenize": True}), "chat_template_kwargs", "tokenize"),
         (dict(messages=MESSAGES, chat_template="{{ 1 }}"), "chat_template", "server's own template"),
+        (dict(messages=MESSAGES, structured_outputs={"nonsense": 1}), "structured_outputs", "nonsense"),
         (dict(messages=MESSAGES, functions=[{"name": "f"}]), "functions", "use tools"),
         (dict(messages=MESSAGES, tools=[{"type": "function"}]), "tools", "description of a function"),
         (dict(messages=MESSAGES, prompt_logprobs=1, stream=True), "prompt_logprobs", "leave stream out"),
@@ -69,7 +70,8 @@ def test_max_completion_tokens_and_parts_of_text(server):
     status, error = server.refused("/v1/chat/completions", messages=MESSAGES, max_completion_tokens=0)
     assert status == 400 and error["code"] == 400, "this is no question of the context's length"
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    found = server.post("/v1/chat/completions", messages=messages, max_completion_tokens=3, ignore_eos=True)
+    body = dict(messages=messages, max_completion_tokens=3, ignore_eos=True, top_logprobs=0)
+    found = server.post("/v1/chat/completions", **body)
     assert found["usage"]["completion_tokens"] == 3 and found["choices"][0]["finish_reason"] == "length"
 
 

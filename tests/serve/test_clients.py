@@ -131,6 +131,16 @@ def test_messages(claude, server):
         claude.messages.create(**asked | {"messages": [{"role": "user", "content": image}]})
 
 
+def test_an_answer_that_the_client_has_begun_goes_on(claude, server):
+    begun = [*MESSAGES, {"role": "assistant", "content": "sure"}]
+    found = claude.messages.create(model="model", max_tokens=12, messages=begun, extra_body={"temperature": 0})
+    expected = server.post(
+        "/v1/chat/completions", messages=begun, max_tokens=12, temperature=0, continue_final_message=True
+    )
+    assert "".join(block.text for block in found.content) == expected["choices"][0]["message"]["content"]
+    assert found.usage.input_tokens == expected["usage"]["prompt_tokens"]
+
+
 def test_stop_sequences(claude, server):
     text = server.post("/v1/chat/completions", messages=MESSAGES, max_tokens=20, temperature=0, ignore_eos=True)
     stop = text["choices"][0]["message"]["content"][4:7]

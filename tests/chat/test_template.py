@@ -1,0 +1,23 @@
+"""From conversations to the text of a prompt."""
+
+from nanovllm.chat.template import chat_text
+from tests import tiny
+
+CHATML = "{% for m in messages %}[{{ m['role'] }}]{{ '' + m['content'] }}{% endfor %}"
+CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}({{ c.function.arguments.city }}){% endfor %}{% endfor %}"
+)
+
+
+def test_tool_calls_come_back_to_a_template_that_shows_none():
+    """Clients send an answer of calls back without content, or with null."""
+    tokenizer = tiny.tokenizer()
+    function = {"name": "weather", "arguments": '{"city": "Köln"}'}
+    call = {"id": "c", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "c", "content": "sunny"}
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+    for content, shown in (({}, text), ({"content": None}, text), ({"content": "Well."}, f"Well.\n{text}")):
+        messages = [{"role": "assistant", "tool_calls": [call], **content}, result]
+        found = chat_text(tokenizer, "messages", messages, {"chat_template": CHATML, "add_generation_prompt": False})
+        assert found == f"[assistant]{shown}[tool]sunny"
+        assert chat_text(tokenizer, "messages", messages, {"chat_template": CALLS}) == "(Köln)"
