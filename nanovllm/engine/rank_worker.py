@@ -12,9 +12,13 @@ from multiprocessing.connection import Connection
 from weakref import WeakValueDictionary
 
 from nanovllm.distributed.processes import exit_with_parent
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.ranks import AbortRecord, Follower
-from nanovllm.engine.request import Request
+
+if __name__ == "__main__":
+    exit_with_parent()  # before the imports, which take seconds
+
+from nanovllm.engine.llm_engine import LLMEngine  # noqa: E402
+from nanovllm.engine.ranks import AbortRecord, Follower  # noqa: E402
+from nanovllm.engine.request import Request  # noqa: E402
 
 
 def follow(engine: LLMEngine, connection: Connection) -> None:
@@ -42,7 +46,6 @@ def follow(engine: LLMEngine, connection: Connection) -> None:
 def main() -> None:
     """Run a rank; ends the process."""
     descriptor, rank = map(int, sys.argv[1:])
-    exit_with_parent()
     connection = Connection(descriptor)
     follower: Follower | None = None
     try:

@@ -9,9 +9,11 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from nanovllm.serve.ray import ray, serve
+from nanovllm.serve.ray_leftovers import leftovers_ended
 
 logger = logging.getLogger(__name__)
 _NAME = "nanovllm"
@@ -36,6 +38,13 @@ def run(
     Raises:
         ValueError: there is no cluster at this address, or it cannot serve the replicas.
     """
+    with leftovers_ended() if address is None else nullcontext():
+        _run(application, needed, address, host, port, ready)
+
+
+def _run(
+    application: Any, needed: Mapping[str, float], address: str | None, host: str, port: int, ready: Callable[[], None]
+) -> None:
     # Not a cluster that RAY_ADDRESS names. Its count of CPUs limits no replica.
     cpus = max(os.cpu_count() or 1, math.ceil(needed.get("CPU", 0)))
     own: dict[str, Any] = {"address": "local", "include_dashboard": False, "num_cpus": cpus}

@@ -186,21 +186,24 @@ def children():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["exit", "error", "kill", "delete"])
+@pytest.mark.parametrize("end", ["exit", "error", "kill", "delete", "early"])
 def test_the_ranks_end_with_their_program(directory, end):
     last = {
-        "exit": "", "error": "raise ValueError", "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+        "exit": "", "error": "raise ValueError", "kill": "os.kill(os.getpid(), signal.SIGKILL)", "early": "",
         # Without a collection, so that the memory which the ranks share is free at once.
         "delete": "gc.disable(); group = weakref.ref(llm.engine.runner.group); del llm; sys.exit(group() is not None)",
     }[end]  # fmt: skip
+    # While rank 1 imports PyTorch and loads the model.
+    early = "Processes.receive = lambda self, *_: (print(*self.pids, flush=True), time.sleep(2), os._exit(1))"
     program = (
-        "import gc, os, signal, sys, weakref\nfrom nanovllm import LLM\n"
+        "import gc, os, signal, sys, time, weakref\nfrom nanovllm import LLM\n"
+        f"from nanovllm.distributed.processes import Processes\n{early if end == 'early' else ''}\n"
         f"llm = LLM({str(directory)!r}, tensor_parallel_size=2, **{ARGUMENTS})\n"
         f"print(*llm.engine.ranks.pids, flush=True)\n{last}"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     pids = list(map(int, done.stdout.split()))
-    assert len(pids) == 1 and gone(pids), done.stderr
+    assert len(pids) == 1 and gone(pids, 3), done.stderr
     assert (done.returncode == 0) == (end in ("exit", "delete")), done.stderr
 
 

@@ -40,6 +40,16 @@ def test_replicas_answer_share_prefixes_come_and_end(model_path, marked):
     wait_until(lambda: not marked.pids(), 20)
 
 
+@pytest.mark.parametrize("at", ["bin/haproxy", "ready"])
+def test_nothing_outlives_the_program(model_path, marked, at):
+    replicas = Replicas(marked, model_path, "--replicas=1")
+    # HAProxy has no parent that looks after it while it starts.
+    wait_until(lambda: marked.pids(at), 120) if at != "ready" else replicas.ready()
+    replicas.process.kill()
+    replicas.process.wait()
+    wait_until(lambda: not marked.pids(), 20)
+
+
 def test_replicas_are_added_while_requests_wait_and_removed_later(model_path, marked):
     program = "--replicas=1", "--max-replicas=2", "--max-num-seqs=2", "--upscale-delay=1", "--downscale-delay=2"
     replicas = Replicas(marked, model_path, *program).ready()
