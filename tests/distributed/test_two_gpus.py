@@ -1,6 +1,9 @@
 """Two GPUs write the tokens of one: with CUDA graphs and without, with each provider of sums."""
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -62,3 +65,18 @@ def test_two_gpus_write_the_tokens_of_one(directory, expected, case):
 def test_more_ranks_than_gpus(directory):
     with pytest.raises(ValueError, match=f"this machine has {torch.cuda.device_count()} CUDA device"):
         answers(directory, 64)
+
+
+def test_a_rank_that_is_killed_while_a_gpu_waits_for_it(directory):
+    program = (
+        "import os, signal, sys, threading\nfrom nanovllm import LLM, SamplingParams\n"
+        f"llm = LLM({str(directory)!r}, tensor_parallel_size=2, dtype='float32', skip_tokenizer_init=True,\n"
+        "    max_model_len=512, max_num_seqs=16, num_kvcache_blocks=500, kvcache_block_size=16, gpu_memory_utilization=0.3)\n"
+        "print(*llm.engine.ranks.pids, flush=True)\n"
+        "threading.Timer(1, os.kill, (llm.engine.ranks.pids[0], signal.SIGKILL)).start()\n"
+        "while True:\n"
+        "    llm.generate([[1]] * 8, SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "rank 1 of 2 was killed by signal 9" in done.stderr
+    assert not os.path.exists(f"/proc/{int(done.stdout)}")
