@@ -82,7 +82,9 @@ class BareTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """A text's token ids."""
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` keeps every other thread of the process waiting, for seconds if the text is long.
+        (found,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
 
     def decode(
         self,

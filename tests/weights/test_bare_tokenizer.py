@@ -1,5 +1,7 @@
 """`BareTokenizer` against the transformers tokenizer that it stands for."""
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,18 @@ def test_truncation_by_a_user_does_not_reach_the_engine(tmp_path: Path) -> None:
     assert len(bare("a long text", truncation=True, max_length=2)["input_ids"]) == 2
     assert len(bare.encode("a long text")) == 11
     assert bare.vocab_size and not hasattr(bare, "no_such_attribute")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    """A server's other streams must not wait for one prompt."""
+    bare: Any = load_tokenizer(byte_level(tmp_path))
+    thread = threading.Thread(target=bare.encode, args=("a long text " * 200_000,))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5
 
 
 def test_a_template_that_a_user_sets(tmp_path: Path) -> None:
