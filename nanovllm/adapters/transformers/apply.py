@@ -52,7 +52,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, such as a model of transformers, not {model!r:.80}")
     selection = Selection.of(ops)
-    if any(ATTRIBUTE in module.__dict__ for module in model.modules()):
+    if any(module.__dict__.get(ATTRIBUTE) is not None for module in model.modules()):
         raise ValueError("model: nanovllm was applied to it before; call undo(model) first")
     parameters = list(model.parameters())
     if parameters and all(parameter.is_meta for parameter in parameters):
@@ -150,6 +150,6 @@ def _fixed(model: Any, caps_scores: bool) -> str | None:
     chosen = getattr(model.config, "_attn_implementation", None)
     if caps_scores and chosen == "sdpa":
         return 'its "sdpa" leaves out the soft cap of scores; set_attn_implementation("nanovllm") would change results'
-    if chosen != ("eager" if caps_scores else "sdpa"):
+    if chosen not in ("eager" if caps_scores else "sdpa", NAME):
         return f'attn_implementation="{chosen}" was chosen'
     return None

@@ -38,6 +38,13 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, plan_mask)
 
 
+def pickled() -> None:
+    """What is in the place of the ops in a model that is loaded from a pickle: it runs its own code. But its
+    configuration names this attention.
+    """
+    register_attention()
+
+
 def attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -83,7 +90,7 @@ def attention(
             mask = dense_mask(plan[0], key.shape[2], plan[1], sliding_window)[:, None]
         rest = {**kwargs, "dropout": dropout, "scaling": scale}
         return _by_pytorch(module, query, key, value, mask, softcap, rest)
-    call: Call | Callable[..., Tensor] = module.__dict__.get(CALL, attention_dense)
+    call: Call | Callable[..., Tensor] = module.__dict__.get(CALL) or attention_dense
     return call(query, key, value, plan[0], scale, plan[1], sliding_window, softcap), None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -56,6 +57,15 @@ class Patches:
 
     def __post_init__(self) -> None:
         self.model.__dict__[ATTRIBUTE] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patches:
+        same = memo[id(self)] = object.__new__(Patches)
+        same.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return same
+
+    def __reduce__(self) -> Any:
+        """A model that is loaded from a pickle runs its own code: bound forwards are pickled by their name."""
+        return type(None), ()
 
     def undo(self) -> None:
         """Take everything back. A second call does nothing."""

@@ -120,6 +120,9 @@ class Stack:
         """A copy of the model has other weights: it runs without the loop."""
         return None
 
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
     @property
     def run(self) -> _Forward | None:
         return getattr(self._local, "run", None)

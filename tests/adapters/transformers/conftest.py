@@ -1,5 +1,7 @@
 """What tests of the decode loop share."""
 
+from types import SimpleNamespace
+
 import pytest
 
 
@@ -17,3 +19,18 @@ def steps(monkeypatch):
 
     monkeypatch.setattr(Stack, "step", step)
     return taken
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """The captures so far. What stands for a graph calls what it has captured."""
+    from nanovllm.adapters.transformers.stack import Stack
+
+    captured = []
+
+    def capture(stack, warm_up, fn):
+        captured.append(warm_up)
+        return SimpleNamespace(replay=fn)
+
+    monkeypatch.setattr(Stack, "capture", capture)
+    return captured

@@ -5,7 +5,6 @@ import threading
 import time
 import weakref
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from nanovllm.adapters.transformers import OPS, apply, selected
 from nanovllm.adapters.transformers.selected import on_device
-from nanovllm.adapters.transformers.stack import STACK, Stack
+from nanovllm.adapters.transformers.stack import STACK
 from tests.adapters.models import prompts, tiny
 
 STEPS = 7
@@ -34,19 +33,6 @@ def generate(model, given, **options):
 
 def same(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
-
-
-@pytest.fixture
-def captured(monkeypatch):
-    """The captures so far. What stands for a graph calls what it has captured."""
-    captured = []
-
-    def capture(stack, warm_up, fn):
-        captured.append(warm_up)
-        return SimpleNamespace(replay=fn)
-
-    monkeypatch.setattr(Stack, "capture", capture)
-    return captured
 
 
 @pytest.mark.parametrize("order", [[1, 0, 2], [0, 2, 1], [0, 1]], ids=str)
