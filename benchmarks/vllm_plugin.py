@@ -30,7 +30,8 @@ from nanovllm.models.model_presets import preset
 
 def serve(folder: str, memory: float) -> None:
     """One engine: a workload's name and a seed a line -> the seconds of a run, a line."""
-    replies, sys.stdout = sys.stdout, sys.stderr  # vLLM prints
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints, in a process of its own too
     import vllm
 
     llm = vllm.LLM(
