@@ -15,6 +15,20 @@ pytest.importorskip("ray", reason='pip install "nanovllm[ray]"')
 pytestmark = pytest.mark.slow
 
 CLOSED = "the connection was closed"
+# On a busy machine the client is slow, so that fast streams would have ended before anything is killed.
+SLOW = """
+import time
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.kernels import embedding
+step = LLMEngine.step
+def slow_step(engine):
+    time.sleep(0.02)
+    return step(engine)
+LLMEngine.step = slow_step
+@embedding.provider("slow")
+def slow(token_ids, weight):
+    return embedding.native(token_ids, weight)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +45,9 @@ def nodes(marked):
 
 @pytest.fixture(scope="module")
 def replicas(model_path, marked, nodes):
-    arguments = "--replicas=3", f"--ray-address={nodes.address}", "--host=0.0.0.0"
+    plugin = marked.directory / "slow.py"
+    plugin.write_text(SLOW)
+    arguments = "--replicas=3", f"--ray-address={nodes.address}", "--host=0.0.0.0", f"--kernel-plugin={plugin}"
     return Replicas(marked, model_path, *arguments, port=nodes.port).ready()
 
 
