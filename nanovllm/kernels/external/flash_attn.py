@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -127,27 +128,9 @@ def support(device: torch.device) -> str | None:
     return None
 
 
-def accepts_decode(
-    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
-) -> str | None:
+def accepts_decode(q: torch.Tensor, kv: PagedKV, *args: Any, **kwargs: Any) -> str | None:
     """Why FlashAttention cannot take these arguments of `attention_decode`, or None."""
-    return _refuse(variant(q.device), q, kv)
-
-
-def accepts_prefill(
-    q: torch.Tensor,
-    kv: PagedKV,
-    cu_seqlens_q: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> str | None:
-    """Why FlashAttention cannot take these arguments of `attention_prefill`, or None."""
-    return _refuse(variant(q.device), q, kv)
-
-
-def _refuse(chosen: Variant | None, q: torch.Tensor, kv: PagedKV) -> str | None:
+    chosen = variant(q.device)
     if chosen is None:
         return support(q.device)
     reason = refuse_common(chosen.name, q, kv)
@@ -163,11 +146,14 @@ def _refuse(chosen: Variant | None, q: torch.Tensor, kv: PagedKV) -> str | None:
     return None
 
 
+accepts_prefill = accepts_decode
+
+
 def attention_decode(
     q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
 ) -> torch.Tensor:
     """See `ops.attention.attention_decode`. ValueError for what `accepts_decode` refuses."""
-    raise_if(_refuse(variant(q.device), q, kv))
+    raise_if(accepts_decode(q, kv))
     queries = check_query_tokens(q, kv, scale, window, soft_cap)
     starts = torch.arange(0, q.shape[0] + 1, queries, dtype=torch.int32, device=q.device)
     return _attend(q, kv, starts, queries, scale, window, soft_cap)
@@ -183,7 +169,7 @@ def attention_prefill(
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """See `ops.attention.attention_prefill`. ValueError for what `accepts_prefill` refuses."""
-    raise_if(_refuse(variant(q.device), q, kv))
+    raise_if(accepts_decode(q, kv))
     check_prefill(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
     return _attend(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
 

@@ -46,31 +46,17 @@ def support(device: torch.device) -> str | None:
     return None
 
 
-def accepts_decode(
-    q: torch.Tensor, kv: PagedKV, scale: float, window: int | None = None, soft_cap: float | None = None
-) -> str | None:
+def accepts_decode(q: torch.Tensor, kv: PagedKV, *args: Any, **kwargs: Any) -> str | None:
     """Why FlashInfer cannot take these arguments of `attention_decode`, or None."""
-    reason = _refuse(q, kv)
+    reason = accepts_prefill(q, kv)
     # Queries that are no multiple of the sequences are an error, whatever the provider.
     if reason is None and len(q) > kv.num_seqs > 0 and len(q) % kv.num_seqs == 0:
         return f"{NAME}'s decode takes one query token a sequence, got {len(q) // kv.num_seqs}"
     return reason
 
 
-def accepts_prefill(
-    q: torch.Tensor,
-    kv: PagedKV,
-    cu_seqlens_q: torch.Tensor,
-    max_query_len: int,
-    scale: float,
-    window: int | None = None,
-    soft_cap: float | None = None,
-) -> str | None:
+def accepts_prefill(q: torch.Tensor, kv: PagedKV, *args: Any, **kwargs: Any) -> str | None:
     """Why FlashInfer cannot take these arguments of `attention_prefill`, or None."""
-    return _refuse(q, kv)
-
-
-def _refuse(q: torch.Tensor, kv: PagedKV) -> str | None:
     reason = refuse_common(NAME, q, kv)
     if reason is not None:
         return reason
@@ -103,7 +89,7 @@ def _plan_decode(
 
     wrapper_for: (kind, device, whether with tensor cores) -> the wrapper to plan with.
     """
-    raise_if(accepts_decode(q, kv, scale, window, soft_cap))
+    raise_if(accepts_decode(q, kv))
     check_query_tokens(q, kv, scale, window, soft_cap)
     if len(q) == 0:
         return partial(torch.empty_like, q, memory_format=torch.contiguous_format)
@@ -142,7 +128,7 @@ def _plan_prefill(
     soft_cap: float | None = None,
 ) -> Callable[[], torch.Tensor]:
     """As `_plan_decode`, of `attention_prefill`."""
-    raise_if(_refuse(q, kv))
+    raise_if(accepts_prefill(q, kv))
     check_prefill(q, kv, cu_seqlens_q, max_query_len, scale, window, soft_cap)
     if len(q) == 0:
         return partial(torch.empty_like, q, memory_format=torch.contiguous_format)

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS, check_like
+from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS, check_activation
 from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.op.dispatch import op
 
@@ -54,18 +54,6 @@ def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activa
     Raises:
         ValueError: sizes, dtypes or devices that do not fit together, or another activation.
     """
-    check_gated_mlp(x, gate_up, down, activation)
+    check_activation(activation, GATES)
     gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
     return F.linear(ACTIVATIONS[activation](gate) * up, down)
-
-
-def check_gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str) -> None:
-    """Raise a ValueError that names the first wrong argument of `gated_mlp`."""
-    if activation not in GATES:
-        raise ValueError(f"activation: expected one of {', '.join(GATES)}, not {activation!r}")
-    if not x.is_floating_point() or not x.dim():
-        raise ValueError(f"x: expected a float tensor [..., hidden], not {x.dtype} of shape {tuple(x.shape)}")
-    check_like(x, "gate_up", gate_up, (None, x.shape[-1]))
-    if gate_up.shape[0] % 2:
-        raise ValueError(f"gate_up: expected an even number of rows (gate, then up), not {gate_up.shape[0]}")
-    check_like(x, "down", down, (x.shape[-1], gate_up.shape[0] // 2))

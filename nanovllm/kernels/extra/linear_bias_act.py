@@ -1,9 +1,11 @@
 """A linear layer with its bias and activation."""
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.declaration import Inputs, at_least_one, product_cost
 from nanovllm.kernels.op.dispatch import op
 
 ACTIVATIONS = {
@@ -22,8 +24,7 @@ def _inputs(t, m, k, n, transposed=0):
 
 
 def _cost(x, weight, bias=None, activation="none"):
-    m, n = x.numel() // max(1, x.shape[-1]), weight.shape[0]
-    return Cost(nbytes(x, weight, bias) + m * n * x.element_size(), 2 * m * n * x.shape[-1])
+    return product_cost(x, weight.shape[0], weight, bias)
 
 
 @op(
@@ -67,26 +68,11 @@ def linear_bias_act(
     Raises:
         ValueError: sizes, dtypes or devices that do not fit together, or another activation.
     """
-    check_linear(x, weight, bias, activation)
+    check_activation(activation)
     return ACTIVATIONS[activation](F.linear(x, weight, bias))
 
 
-def check_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
-    """Raise a ValueError that names the first wrong argument of `linear_bias_act`."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, not {activation!r}")
-    if not x.is_floating_point() or not x.dim():
-        raise ValueError(f"x: expected a float tensor [..., k], not {x.dtype} of shape {tuple(x.shape)}")
-    check_like(x, "weight", weight, (None, x.shape[-1]))
-    if bias is not None:
-        check_like(x, "bias", bias, (weight.shape[0],))
-
-
-def check_like(x: torch.Tensor, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    """Raise a ValueError unless `tensor` has the dtype and device of x and this shape (None: any size)."""
-    given = tuple(tensor.shape)
-    if len(given) != len(shape) or any(want not in (None, got) for want, got in zip(shape, given)):
-        expected = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name}: expected shape [{expected}] for x of shape {tuple(x.shape)}, not {list(given)}")
-    if tensor.dtype != x.dtype or tensor.device != x.device:
-        raise ValueError(f"{name}: expected {x.dtype} on {x.device}, as x, not {tensor.dtype} on {tensor.device}")
+def check_activation(activation: str, known: Iterable[str] = ACTIVATIONS) -> None:
+    """Raise a ValueError for an unknown activation. The patterns of an op's arguments check its tensors."""
+    if activation not in known:
+        raise ValueError(f"activation: expected one of {', '.join(known)}, not {activation!r}")

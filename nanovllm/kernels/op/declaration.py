@@ -43,6 +43,18 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def product_cost(x: torch.Tensor, rows: int, *read: torch.Tensor | None, written: int | None = None) -> Cost:
+    """Of x [..., size] times a weight [rows, size], stored in any form.
+
+    Args:
+        read: the tensors besides x that are read: the weight, its scales, a bias.
+        written: results of a row of x; None: `rows`.
+    """
+    tokens = x.numel() // max(1, x.shape[-1])
+    moved = nbytes(x, *read) + tokens * (rows if written is None else written) * x.element_size()
+    return Cost(moved, 2 * tokens * rows * x.shape[-1])
+
+
 def copy_of(value: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, for which kernels are compiled. The copy of a parameter is a parameter."""
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(

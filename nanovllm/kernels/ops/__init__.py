@@ -7,8 +7,7 @@ from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared, qk_norm_rope_attention_shared
 from nanovllm.kernels.ops.decoder_step import decoder_step
 from nanovllm.kernels.ops.embedding import embedding
-from nanovllm.kernels.ops.linear import linear
-from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
+from nanovllm.kernels.ops.linear import linear, linear_add_rms_norm, linear_silu_and_mul
 from nanovllm.kernels.ops.linear_fp8 import linear_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import (
     add_rms_norm_linear_fp8_dynamic,
@@ -18,7 +17,6 @@ from nanovllm.kernels.ops.linear_fp8_dynamic import (
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_int4 import linear_int4, linear_int8
 from nanovllm.kernels.ops.linear_packed import linear_packed_add_rms_norm, linear_packed_silu_and_mul
-from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
 from nanovllm.kernels.ops.moe_experts import moe_experts
 from nanovllm.kernels.ops.moe_experts_fp8 import moe_experts_fp8
 from nanovllm.kernels.ops.moe_route import moe_route

@@ -33,16 +33,24 @@ def _paged(t: Tensors, lens: torch.Tensor, num_kv_heads: int, head_dim: int, blo
     """A cache whose blocks are shuffled, each owned by one sequence; slots that no sequence uses are NaN."""
     num_seqs, longest = len(lens), max(lens.tolist(), default=0)
     max_blocks = max(1, -(-longest // block_size))
-    num_blocks = num_seqs * max_blocks + 1
-    order = t.permutation(num_blocks, torch.int32).contiguous()  # as the op wants its columns
+    order = t.permutation(num_seqs * max_blocks + 1, torch.int32).contiguous()  # as the op wants its columns
     table = order[: num_seqs * max_blocks].view(num_seqs, max_blocks)
-    used = torch.zeros(num_blocks, block_size, dtype=torch.bool, device=t.device)
-    slots = torch.arange(max_blocks * block_size, device=t.device).view(max_blocks, block_size)
-    used[table.long()] = slots < lens[:, None, None].to(t.device)
-    k, v = (t.normal(num_blocks, block_size, num_kv_heads, head_dim, scale=1).contiguous() for _ in range(2))
+    return cache_of(t, table, lens, num_kv_heads, head_dim, block_size)
+
+
+def cache_of(
+    t: Tensors, table: torch.Tensor, lens: torch.Tensor, num_kv_heads: int, head_dim: int, block_size: int
+) -> dict[str, Any]:
+    """A cache with a block more than `table` has entries; slots that no sequence uses are NaN."""
+    used = torch.zeros(table.numel() + 1, block_size, dtype=torch.bool)
+    slots = torch.arange(table.shape[1] * block_size).view(-1, block_size)
+    for blocks, length in zip(table.long().cpu(), lens.tolist()):
+        used[blocks] |= slots < length  # sequences may share blocks
+    k, v = (t.normal(*used.shape, num_kv_heads, head_dim, scale=1).contiguous() for _ in range(2))
     for cache in (k, v):
-        cache.masked_fill_(~used[:, :, None, None], math.nan)
-    return {"k_cache": k, "v_cache": v, "block_table": table, "context_lens": lens.to(t.device, torch.int32)}
+        cache.masked_fill_(~used[:, :, None, None].to(t.device), math.nan)
+    table, lens = table.to(t.device), lens.to(t.device, torch.int32)
+    return {"k_cache": k, "v_cache": v, "block_table": table, "context_lens": lens}
 
 
 def _lengths(t: Tensors, num_seqs: int, least: int, most: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, dequantise_gguf, gguf_planes
 
@@ -43,9 +43,7 @@ def _needs(numbers):
 
 
 def _cost(x, weight, kind, bias=None):
-    rows = x.numel() // max(1, x.shape[-1])
-    moved = nbytes(x, weight, bias) + rows * weight.shape[0] * x.element_size()
-    return Cost(moved, 2 * rows * weight.shape[0] * x.shape[-1])
+    return product_cost(x, weight.shape[0], weight, bias)
 
 
 @op(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES
+from nanovllm.kernels.ops.linear import normed_cost
 from nanovllm.kernels.ops.linear_fp8 import linear_fp8
 from nanovllm.kernels.ops.linear_fp8 import make_inputs as fp8_inputs
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
@@ -84,14 +85,11 @@ def _needs(numbers):
 
 
 def _silu_cost(x, storage, weight, scale, zero):
-    rows = x.numel() // x.shape[-1]
-    moved = nbytes(x, weight, scale, zero) + rows * weight.shape[0] // 2 * x.element_size()
-    return Cost(moved, 2 * rows * weight.shape[0] * x.shape[-1])
+    return product_cost(x, weight.shape[0], weight, scale, zero, written=weight.shape[0] // 2)
 
 
 def _norm_cost(x, storage, weight, scale, zero, residual, norm_weight, eps, bias=None):
-    moved = nbytes(x, weight, scale, zero, bias, norm_weight) + 3 * nbytes(residual)
-    return Cost(moved, 2 * residual.numel() * x.shape[-1] + 5 * residual.numel())
+    return normed_cost(x, residual, norm_weight, weight, scale, zero, bias)
 
 
 # (tokens, outputs, size, storage): no power of two, several tiles, no token.

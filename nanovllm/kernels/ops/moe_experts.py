@@ -39,11 +39,14 @@ def expert_needs(numbers):
     return at_least_one("experts", "intermediate", "hidden")(numbers)
 
 
-def _cost(x, gate_up, down, weights, experts):
-    """Only the weights of experts that have a token are read."""
-    of_one = nbytes(gate_up, down) // gate_up.shape[0]
-    read = int(experts.unique().numel()) * of_one
+def experts_cost(x, weights, experts, down, *others):
+    """Only the weights of experts that have a token are read. others: `down`'s scales, and gate_up with its own."""
+    read = int(experts.unique().numel()) * (nbytes(down, *others) // len(down))
     return Cost(nbytes(x, x, weights, experts) + read, 6 * experts.numel() * down.shape[1] * down.shape[2])
+
+
+def _cost(x, gate_up, down, weights, experts):
+    return experts_cost(x, weights, experts, down, gate_up)
 
 
 @op(

@@ -2,11 +2,11 @@
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Inputs
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, dequantise_fp8
-from nanovllm.kernels.ops.moe_experts import check_experts, expert_needs, routed, sum_of_experts
+from nanovllm.kernels.ops.moe_experts import check_experts, expert_needs, experts_cost, routed, sum_of_experts
 
 
 def _inputs(t, tokens, experts, top_k, intermediate, hidden, skewed=0):
@@ -33,9 +33,7 @@ def _needs(numbers):
 
 
 def _cost(x, gate_up, gate_up_scale, down, down_scale, weights, experts):
-    of_one = nbytes(gate_up, gate_up_scale, down, down_scale) // gate_up.shape[0]
-    read = int(experts.unique().numel()) * of_one
-    return Cost(nbytes(x, x, weights, experts) + read, 6 * experts.numel() * down.shape[1] * down.shape[2])
+    return experts_cost(x, weights, experts, down, down_scale, gate_up, gate_up_scale)
 
 
 @op(

@@ -8,19 +8,13 @@ from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, qk_inputs, rotary_embedding
-from nanovllm.kernels.ops.store_kvcache import store_kvcache
+from nanovllm.kernels.ops.store_kvcache import VALUE_PATTERNS, store_kvcache, value_inputs
 
 
 def _inputs(t, num_tokens, num_heads, num_kv_heads, head_dim):
-    block_size = 16
-    num_blocks = -(-num_tokens // block_size) + 2
-    cache = (num_blocks, block_size, num_kv_heads, head_dim)
     return {
         **qk_inputs(t, num_tokens, num_heads, num_kv_heads, head_dim),
-        "v": t.normal(num_tokens, num_kv_heads, head_dim),
-        "k_cache": t.normal(*cache).contiguous(),
-        "v_cache": t.normal(*cache).contiguous(),
-        "slot_mapping": t.permutation(num_blocks * block_size)[:num_tokens],
+        **value_inputs(t, num_tokens, num_kv_heads, head_dim, block_size=16),
         "q_weight": t.parameter(head_dim, scale=1),
         "k_weight": t.parameter(head_dim, scale=1),
         "eps": 1e-6,
@@ -35,14 +29,9 @@ def _cost(positions, q, k, v, cos_sin_cache, k_cache, v_cache, slot_mapping, *we
 @op(
     arguments={
         **QK_PATTERNS,
-        "v": "[num_tokens, num_kv_heads, head_dim]",
-        "k_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
-        "v_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
-        "slot_mapping": "int64[num_tokens]",
+        **VALUE_PATTERNS,
         "q_weight": "[head_dim]",
         "k_weight": "[head_dim]",
-        "k_scale": "float32[1] | float32[num_kv_heads]",
-        "v_scale": "float32[1] | float32[num_kv_heads]",
     },
     inputs=Inputs(_inputs, **QK_SHAPES, variants=[{}, {"q_weight": None, "k_weight": None}]),
     cost=_cost,

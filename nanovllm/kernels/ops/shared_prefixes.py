@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 
 from nanovllm.kernels.op.declaration import Cost, Tensors, nbytes
+from nanovllm.kernels.ops.attention_inputs import cache_of
 from nanovllm.kernels.ops.checks import check_attention_values, values_checked
 from nanovllm.kernels.ops.paged_kv import PagedKV, SharedPrefixes
 
@@ -34,8 +34,8 @@ def shared_inputs(
     lens = shared_lens + t.integers(least, most + 1, num_seqs).cpu().int()
     longest = max(shared_lens.tolist(), default=0) + most  # whatever is drawn, so that shapes follow from arguments
     width = -(-longest // block_size)
-    num_blocks = num_seqs * width + 1
-    table = t.permutation(num_blocks, torch.int32).cpu()[: num_seqs * width].view(num_seqs, width).clone()
+    order = t.permutation(num_seqs * width + 1, torch.int32).cpu()
+    table = order[: num_seqs * width].view(num_seqs, width).clone()
     groups, group_rows = torch.zeros(num_groups, 3, dtype=torch.int32), torch.full((num_seqs,), -1, dtype=torch.int32)
     place = 0
     for group, rows in enumerate(members):
@@ -44,24 +44,11 @@ def shared_inputs(
             groups[group] = torch.tensor([place, len(rows), blocks[group] * block_size])
             table[rows, : blocks[group]] = table[rows[0], : blocks[group]]
             place += len(rows)
-    used = torch.zeros(num_blocks, block_size, dtype=torch.bool)
-    slots = torch.arange(width * block_size).view(width, block_size)
-    for row in range(num_seqs):
-        used[table[row].long()] |= slots < lens[row]
-    k, v = (t.normal(num_blocks, block_size, num_kv_heads, head_dim, scale=1).contiguous() for _ in range(2))
-    for cache in (k, v):
-        cache.masked_fill_(~used[:, :, None, None].to(t.device), math.nan)
-    given = {
-        "block_table": table,
-        "context_lens": lens,
-        "groups": groups,
-        "group_rows": group_rows,
-        "shared_lens": shared_lens,
-    }
+    cache = cache_of(t, table, lens, num_kv_heads, head_dim, block_size)
+    given = {"groups": groups, "group_rows": group_rows, "shared_lens": shared_lens}
     return {
         "q": t.normal(num_seqs, num_heads, head_dim),
-        "k_cache": k,
-        "v_cache": v,
+        **cache,
         **{name: x.to(t.device) for name, x in given.items()},
         "max_context_len": longest,
         "scale": head_dim**-0.5,

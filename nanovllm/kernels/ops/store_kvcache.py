@@ -10,16 +10,31 @@ FP8_MAX = 448.0
 """The largest float8_e4m3fn; what lies beyond is stored as this, since the format has no infinity."""
 
 
-def _inputs(t, num_tokens, num_kv_heads, head_dim, block_size):
+def value_inputs(t, num_tokens, num_kv_heads, head_dim, block_size):
+    """Values to be stored, and where."""
     num_blocks = -(-num_tokens // block_size) + 2
     cache = (num_blocks, block_size, num_kv_heads, head_dim)
     return {
-        "k": t.normal(num_tokens, num_kv_heads, head_dim),
         "v": t.normal(num_tokens, num_kv_heads, head_dim),
         "k_cache": t.normal(*cache).contiguous(),
         "v_cache": t.normal(*cache).contiguous(),
         "slot_mapping": t.permutation(num_blocks * block_size)[:num_tokens],
     }
+
+
+VALUE_PATTERNS = {
+    "v": "[num_tokens, num_kv_heads, head_dim]",
+    "k_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
+    "v_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
+    "slot_mapping": "int64[num_tokens]",
+    "k_scale": "float32[1] | float32[num_kv_heads]",
+    "v_scale": "float32[1] | float32[num_kv_heads]",
+}
+
+
+def _inputs(t, num_tokens, num_kv_heads, head_dim, block_size):
+    k = t.normal(num_tokens, num_kv_heads, head_dim)
+    return {"k": k, **value_inputs(t, num_tokens, num_kv_heads, head_dim, block_size)}
 
 
 def _cost(k, v, k_cache, v_cache, slot_mapping, **_):
@@ -28,15 +43,7 @@ def _cost(k, v, k_cache, v_cache, slot_mapping, **_):
 
 
 @op(
-    arguments={
-        "k": "[num_tokens, num_kv_heads, head_dim]",
-        "v": "[num_tokens, num_kv_heads, head_dim]",
-        "k_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
-        "v_cache": "any[num_blocks, block_size, num_kv_heads, head_dim]",
-        "slot_mapping": "int64[num_tokens]",
-        "k_scale": "float32[1] | float32[num_kv_heads]",
-        "v_scale": "float32[1] | float32[num_kv_heads]",
-    },
+    arguments={"k": "[num_tokens, num_kv_heads, head_dim]", **VALUE_PATTERNS},
     inputs=Inputs(
         _inputs,
         small=[(1, 1, 2, 16), (5, 3, 64, 16), (0, 2, 64, 16), (37, 2, 80, 32), (9, 1, 256, 16)],

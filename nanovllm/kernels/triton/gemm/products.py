@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from nanovllm.kernels.extra.gated_mlp import check_gated_mlp
-from nanovllm.kernels.extra.linear_bias_act import check_linear
+from nanovllm.kernels.extra.gated_mlp import GATES
+from nanovllm.kernels.extra.linear_bias_act import check_activation
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan, plan_product
@@ -91,14 +91,14 @@ def linear_bias_act(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none"
 ) -> torch.Tensor:
     """The op `linear_bias_act`, rounded once. Takes any strides; may copy x of more than two dimensions."""
-    check_linear(x, weight, bias, activation)
+    check_activation(activation)
     out = matmul(_matrix(x), weight, adjacent(bias), activation, False)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def gated_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """The op `gated_mlp` in two kernels; rounds the product of activation and up, and the result. Takes any strides."""
-    check_gated_mlp(x, gate_up, down, activation)
+    check_activation(activation, GATES)
     hidden = matmul(_matrix(x), gate_up, None, activation, True)
     # Early loads of longer rows would take bandwidth from the kernel that still runs.
     return matmul(hidden, down, None, "none", False, early=hidden.shape[1] <= 4096).view(x.shape)

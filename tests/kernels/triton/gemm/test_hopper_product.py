@@ -11,8 +11,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
-from nanovllm.kernels.ops.linear_add_rms_norm import linear_add_rms_norm
-from nanovllm.kernels.ops.linear_silu_and_mul import linear_silu_and_mul
+from nanovllm.kernels.ops.linear import linear_add_rms_norm, linear_silu_and_mul
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.gemm import hopper_product, small_products
 from nanovllm.kernels.triton.gemm.hopper_product import HopperProductPlan, plan_hopper_product
