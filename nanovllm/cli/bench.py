@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm.cli.kernels_common import Json
+from nanovllm.cli.option_records import takes_records
 from nanovllm.console import Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
-    from nanovllm.bench.serving import Measured
+    from nanovllm.bench.serving import Load, Measured
 
 _BUSY_CLIENT = 0.9
 """Share of a processor above which the client is said to be a possible limit."""
@@ -25,34 +27,64 @@ def _root() -> None:
     pass
 
 
+@dataclass(frozen=True)
+class _Loads:
+    """What is asked of the server, and how fast."""
+
+    concurrency: Annotated[str, typer.Option(help="Streams at a time; several numbers are measured in turn.")] = "1,8"
+    rate: Annotated[
+        str | None, typer.Option(help="Requests per second, at random times, in place of --concurrency: 2,8")
+    ] = None
+    num_requests: Annotated[int | None, typer.Option(help="Requests of each load; by default 4 for each stream.")] = (
+        None
+    )
+    input_len: Annotated[int, typer.Option(help="Words of a prompt.")] = 128
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
+    vocab_size: Annotated[
+        int | None, typer.Option(help="Prompts are --input-len random token ids below this number, not words.")
+    ] = None
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Loads of bench.py in place of --concurrency: std256,bs128; prompts are token ids."),
+    ] = None
+    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly --output-len tokens.")] = True
+    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the arrival times.")] = 0
+
+    def all(self) -> list[Load]:
+        """The loads in the order in which they are measured."""
+        from nanovllm.bench.serving import Load
+        from nanovllm.bench.workloads import select
+
+        texts = self.prompts.read_text().splitlines() if self.prompts is not None else ()
+        lines = tuple(line for line in texts if line.strip())
+        if self.prompts is not None and not lines:
+            raise ValueError(f"--prompts {self.prompts}: holds no prompt; write one in each line")
+        common: dict[str, Any] = dict(
+            input_len=self.input_len, output_len=self.output_len, prompts=lines, vocab_size=self.vocab_size,
+            seed=self.seed, extra={"ignore_eos": True, "temperature": 0.6} if self.ignore_eos else {"temperature": 0.6},
+        )  # fmt: skip
+        if self.workload is not None:
+            return [Load(workload=w, **common) for w in select(self.workload.split(","))]
+        count = self.num_requests
+        if self.rate is None:
+            numbers = [int(n) for n in _numbers("--concurrency", self.concurrency)]
+            return [Load(count or 4 * n, concurrency=n, **common) for n in numbers]
+        return [Load(count or 64, concurrency=None, rate=r, **common) for r in _numbers("--rate", self.rate)]
+
+
 @app.command()
+@takes_records
 def serve(
     url: Annotated[str, typer.Argument(help="The address of a server with OpenAI's interface: http://127.0.0.1:8000")],
     model: Annotated[str | None, typer.Option(help="The model's name; by default the server's first one.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
-    concurrency: Annotated[str, typer.Option(help="Streams at a time; several numbers are measured in turn.")] = "1,8",
-    rate: Annotated[
-        str | None, typer.Option(help="Requests per second, at random times, in place of --concurrency: 2,8")
-    ] = None,
-    num_requests: Annotated[
-        int | None, typer.Option(help="Requests of each load; by default 4 for each stream.")
-    ] = None,
-    input_len: Annotated[int, typer.Option(help="Words of a prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128,
-    vocab_size: Annotated[
-        int | None, typer.Option(help="Prompts are --input-len random token ids below this number, not words.")
-    ] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(help="Loads of bench.py in place of --concurrency: std256,bs128; prompts are token ids."),
-    ] = None,
-    prompts: Annotated[Path | None, typer.Option(help="A text file with one prompt per line.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly --output-len tokens.")] = True,
+    *,
+    asked: _Loads,
     goal_ttft: Annotated[float | None, typer.Option(help="Goodput: at most these ms to the first token.")] = None,
     goal_tpot: Annotated[float | None, typer.Option(help="Goodput: at most these ms for each later token.")] = None,
     goal_e2e: Annotated[float | None, typer.Option(help="Goodput: at most these ms for the whole answer.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts and of the arrival times.")] = 0,
     json_file: Json = None,
 ) -> None:
     """Measure throughput and latency of a server.
@@ -62,29 +94,15 @@ def serve(
 
     Ctrl-C keeps the loads that were measured.
     """
-    from nanovllm.bench.serving import Goal, Load, measure
+    from nanovllm.bench.serving import Goal, measure
     from nanovllm.bench.serving_client import Target, get_json
-    from nanovllm.bench.workloads import select
 
     target = Target(url, endpoint, model or "", api_key)
     if model is None:
         target = Target(url, endpoint, get_json(target, "models")["data"][0]["id"], api_key)
-    texts = tuple(line for line in prompts.read_text().splitlines() if line.strip()) if prompts is not None else ()
-    if prompts is not None and not texts:
-        raise ValueError(f"--prompts {prompts}: holds no prompt; write one in each line")
     limits = [None if ms is None else ms / 1000 for ms in (goal_ttft, goal_tpot, goal_e2e)]
     goal = None if limits == [None] * 3 else Goal(*limits)
-    common: dict[str, Any] = dict(
-        input_len=input_len, output_len=output_len, prompts=texts, vocab_size=vocab_size, seed=seed,
-        extra={"ignore_eos": True, "temperature": 0.6} if ignore_eos else {"temperature": 0.6},
-    )  # fmt: skip
-    if workload is not None:
-        loads = [Load(workload=w, **common) for w in select(workload.split(","))]
-    elif rate is None:
-        numbers = [int(n) for n in _numbers("--concurrency", concurrency)]
-        loads = [Load(num_requests or 4 * n, concurrency=n, **common) for n in numbers]
-    else:
-        loads = [Load(num_requests or 64, concurrency=None, rate=r, **common) for r in _numbers("--rate", rate)]
+    loads = asked.all()
     found: list[Measured] = []
     interrupted = False
     try:

@@ -100,11 +100,14 @@ def fuse(
         folder = save or (Path("results") if where.type == "cuda" else None)
         _measure(target, where, compile, iters, folder, json_file)
         return
+    report = _analyzer(target, model or device_model("h100")).report()
+    if not write_json(json_file, {**target.about, **report.to_json()}):
+        _print(target, report, wide, left)
+
+
+def _print(target: FuseTarget, report: Any, wide: bool, left: bool) -> None:
     from nanovllm.cli.fuse_tables import print_groups, print_left_out
 
-    report = _analyzer(target, model or device_model("h100")).report()
-    if write_json(json_file, {**target.about, **report.to_json()}):
-        return
     if not report.rows:
         print(_NOTHING.format(target.title))
         return

@@ -116,18 +116,8 @@ def decoder_layer(
     finally:
         torch.set_default_dtype(torch_default)
     layer = LayerOfTensors(decoder.layers[0], decode, context).requires_grad_(False).eval()
-    sequences = tokens if decode else 1
-    blocks = -(-context // _BLOCK)
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randperm(sequences * blocks, generator=generator).view(sequences, blocks)
-    lens = torch.full((sequences,), context)
-    positions = lens - 1 if decode else torch.arange(context - tokens, context)
-    rows = table if decode else table.expand(tokens, -1)
-    slots = rows.gather(1, (positions // _BLOCK)[:, None])[:, 0] * _BLOCK + positions % _BLOCK
-    known = {"context_lens": lens.int(), "block_table": table.int(), "positions": positions, "slot_mapping": slots}
-    if not decode:
-        known["cu_seqlens_q"] = torch.tensor([0, tokens], dtype=torch.int32)
-    cache = (sequences * blocks, _BLOCK, config.num_kv_heads, config.head_dim)
+    known = _batch(tokens, context, decode)
+    cache = (known["block_table"].numel(), _BLOCK, config.num_kv_heads, config.head_dim)
     hidden = (tokens, config.hidden_size)
     floats = {"x": hidden, "residual": hidden, "k_cache": cache, "v_cache": cache}
     random = torch.Generator(device).manual_seed(0) if device.type != "meta" else None
@@ -140,3 +130,17 @@ def decoder_layer(
             scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
             parameter.data.normal_(std=scale, generator=random)
     return layer, arguments, known
+
+
+def _batch(tokens: int, context: int, decode: bool) -> dict[str, torch.Tensor]:
+    """The integer arguments of `LayerOfTensors`."""
+    sequences = tokens if decode else 1
+    blocks = -(-context // _BLOCK)
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randperm(sequences * blocks, generator=generator).view(sequences, blocks)
+    lens = torch.full((sequences,), context)
+    positions = lens - 1 if decode else torch.arange(context - tokens, context)
+    rows = table if decode else table.expand(tokens, -1)
+    slots = rows.gather(1, (positions // _BLOCK)[:, None])[:, 0] * _BLOCK + positions % _BLOCK
+    known = {"context_lens": lens.int(), "block_table": table.int(), "positions": positions, "slot_mapping": slots}
+    return known if decode else {**known, "cu_seqlens_q": torch.tensor([0, tokens], dtype=torch.int32)}
