@@ -111,7 +111,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
             return Verdict(case, failure=f"wrote to its argument {name}")
     if declared.compare is not None:
         return Verdict(case, failure=declared.compare(got, arguments, case.dtype))
-    results = [*_flat(got), *(given[name] for name in declared.mutates)]
+    results = [*results_of(got), *(given[name] for name in declared.mutates)]
     if len(results) != len(expected):
         return Verdict(case, failure=f"gave {len(results)} results instead of {len(expected)}")
     return _compare(declared, case, results, expected, arguments)
@@ -154,7 +154,7 @@ def _reference(declared: Op, arguments: Arguments) -> list[torch.Tensor]:
     if declared.compare is not None:
         return []
     bound = declared.bind(wide)
-    results = _flat(declared.native(*bound.args, **bound.kwargs))
+    results = results_of(declared.native(*bound.args, **bound.kwargs))
     return [*results, *(wide[name] for name in declared.mutates)]
 
 
@@ -243,7 +243,8 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _flat(results: Any) -> list[torch.Tensor]:
+def results_of(results: Any) -> list[torch.Tensor]:
+    """What an op returned, as a list."""
     if results is None:
         return []
     return [results] if isinstance(results, torch.Tensor) else list(results)

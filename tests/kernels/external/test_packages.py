@@ -125,7 +125,7 @@ def test_a_broken_flash_attention_is_a_reason(site, monkeypatch, said):
         # Listed with the reason, never the choice, and an error with the reason where it is named.
         assert declared.providers["flash_attn"].support(CUDA) == reason
         monkeypatch.setattr(selection, "measured_order", lambda name, device: ("flash_attn", "native"))
-        assert selection._choose(declared, CUDA, {}).name == "native"
+        assert selection.rank(declared, CUDA)[0].name == "native"
         with pytest.raises(ValueError, match="is installed but cannot be imported"):
             declared.require("flash_attn", CUDA, "a user")
 

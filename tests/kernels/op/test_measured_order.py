@@ -31,18 +31,23 @@ def test_canonical_names(product, chip):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
+    """Makes a directory for tables, and the one that is read: each directory is read once in a process."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test 9")
-    monkeypatch.setenv(measured_order.DIRECTORY_VARIABLE, str(tmp_path))
-    measured_order._orders.cache_clear()
-    yield tmp_path
-    measured_order._orders.cache_clear()
+
+    def directory(name="tables"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv(measured_order.DIRECTORY_VARIABLE, str(tmp_path / name))
+        return tmp_path / name
+
+    return directory
 
 
 def test_an_order_is_written_and_read(gpu):
+    gpu("empty")
     assert measured_order.measured_order("rms_norm", GPU) is None
-    path = save_table("nvidia-test-9", {"rms_norm": {"order": ["native", "triton"], "relative": {}}}, "2020-01-02", gpu)
-    assert path == gpu / "nvidia-test-9.json" == table_path("nvidia-test-9", gpu)
-    measured_order._orders.cache_clear()
+    tables, order = gpu(), {"rms_norm": {"order": ["native", "triton"], "relative": {}}}
+    path = save_table("nvidia-test-9", order, "2020-01-02", tables)
+    assert path == tables / "nvidia-test-9.json" == table_path("nvidia-test-9", tables)
     assert (
         measured_order.measured_order("rms_norm", GPU) == ["native", "triton"]
         and measured_order.measured_order("x", GPU) is None
@@ -54,21 +59,22 @@ def test_the_entry_of_these_versions_counts_else_the_newest(gpu):
         return {"versions": {**versions(), **differ}, "date": date, "ops": {"rms_norm": {"order": order}}}
 
     old, here, new = entry(["old"], "2020", torch="1"), entry(["here"], "2021"), entry(["new"], "2022", torch="2")
-    for entries, expected in [([old, here, new], ["here"]), ([old, new], ["new"]), ([new, old], ["new"])]:
-        (gpu / "nvidia-test-9.json").write_text(json.dumps({"gpu": "nvidia-test-9", "entries": entries}))
-        measured_order._orders.cache_clear()
+    for i, (entries, expected) in enumerate(
+        [([old, here, new], ["here"]), ([old, new], ["new"]), ([new, old], ["new"])]
+    ):
+        (gpu(f"tables {i}") / "nvidia-test-9.json").write_text(json.dumps({"gpu": "nvidia-test-9", "entries": entries}))
         assert measured_order.measured_order("rms_norm", GPU) == expected
 
 
-def test_saving_keeps_other_versions(gpu):
+def test_saving_keeps_other_versions(tmp_path):
     for order in (["a"], ["b"]):
-        path = save_table("g", {"op": {"order": order, "relative": {}}}, "2020-01-01", gpu)
+        path = save_table("g", {"op": {"order": order, "relative": {}}}, "2020-01-01", tmp_path)
     entries = json.loads(path.read_text())["entries"]
     assert len(entries) == 1 and entries[0]["ops"]["op"]["order"] == ["b"]
 
 
 def test_a_broken_table_is_named(gpu):
-    (gpu / "nvidia-test-9.json").write_text("{}")
+    (gpu() / "nvidia-test-9.json").write_text("{}")
     with pytest.raises(ValueError, match=r"nvidia-test-9.json is not a kernel table .*--save-table"):
         measured_order.measured_order("rms_norm", GPU)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import KERNELS_AVAILABLE, Op, Provider, all_ops, op, unavailable_reason
-from nanovllm.kernels.op.provider import NATIVE, _add_note
+from nanovllm.kernels.op.provider import NATIVE, bind
 
 CPU = torch.device("cpu")
 
@@ -125,10 +125,15 @@ def test_before_python_3_11_the_note_is_in_the_message():
     class Old(ValueError):
         add_note = None
 
-    errors = Old("x: expected 3"), Old(), Old(2, "no such file")
-    for error in errors:
-        _add_note(error, "op 'it'")
-    assert [str(e) for e in errors] == ["x: expected 3\nop 'it'", "op 'it'", "2\nno such file\nop 'it'"]
+    def fails(error):
+        raise error
+
+    call, note = bind("it", Provider("mine", fails)), "op 'it', provider 'mine', called with ("
+    for error, text in ((Old("x: expected 3"), ["x: expected 3"]), (Old(), []), (Old(2, "no file"), ["2", "no file"])):
+        with pytest.raises(Old) as caught:
+            call(error)
+        *lines, last = str(caught.value).split("\n")
+        assert lines == text and last.startswith(note)
 
 
 def test_available_or_why_not():

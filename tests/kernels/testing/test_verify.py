@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels import Op, Provider, all_ops
 from nanovllm.kernels.op.declaration import Cost, Inputs
-from nanovllm.kernels.testing.verify import Case, _flat, cases, verify, verify_op
+from nanovllm.kernels.testing.verify import Case, cases, results_of, verify, verify_op
 
 CPU = torch.device("cpu")
 
@@ -174,7 +174,7 @@ def test_in_a_cuda_graph_with_new_data(op, provider):
         pytest.skip(reason)
     clone = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in new.items()}
     expected = provider.fn(**op.records.group(clone))
-    expected = [*_flat(expected), *(clone[name] for name in op.mutates)]
+    expected = [*results_of(expected), *(clone[name] for name in op.mutates)]
     static = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()}
     provider.fn(**op.records.group({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in old.items()}))
     graph = torch.cuda.CUDAGraph()
@@ -188,5 +188,5 @@ def test_in_a_cuda_graph_with_new_data(op, provider):
         if isinstance(value, torch.Tensor):
             value.copy_(new[name])
     graph.replay()
-    for g, e in zip([*_flat(got), *(static[name] for name in op.mutates)], expected, strict=True):
+    for g, e in zip([*results_of(got), *(static[name] for name in op.mutates)], expected, strict=True):
         assert torch.equal(g.nan_to_num(), e.nan_to_num())
