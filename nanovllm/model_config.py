@@ -105,7 +105,6 @@ class ModelConfig:
         eps = entries.get("rms_norm_eps", family.rms_norm_eps)
         if not is_number(eps) or eps < 0:
             fail("rms_norm_eps", eps, ": must be a number, at least 0")
-        _refuse_unsupported(c)
         ropes = _ropes(c, family, head_dim)
         num_layers = count("num_hidden_layers")
         if num_layers > MAX_LAYERS:
@@ -201,10 +200,6 @@ def _end_tokens(eos: Any) -> tuple[int, ...]:
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
         fail("eos_token_id", eos, ": must be a token id or a list of them")
     return tokens
-
-
-def _refuse_unsupported(c: Mapping[str, Any]) -> None:
-    """What would make another model of the same weights."""
 
 
 def _dtype(c: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,6 @@ from nanovllm.engine.token_masks import ConstrainedRow
 from nanovllm.garbage_collector import collector_off
 from nanovllm.hardware.devices import on_device
 from nanovllm.kernels import Kernels
-from nanovllm.layers.attention import LayerCache
 from nanovllm.models.packed_decoder import refusal
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import load_model
@@ -95,11 +94,6 @@ class ModelRunner:
     @property
     def max_num_batched_tokens(self) -> int:
         return self.limits.max_num_batched_tokens
-
-    @property
-    def caches(self) -> list[LayerCache]:
-        """The KV cache of each layer."""
-        return list(self.paged.caches)
 
     @torch.inference_mode()
     def execute(self, step: ScheduledStep) -> StepResult:

@@ -104,14 +104,6 @@ class DeviceModel:
         return 64 if self.capability == 80 else 128
 
     @property
-    def tensor_clock(self) -> float:
-        """Cycles a second behind the matmul rates of the data sheet, which is below the highest clock on Hopper and
-        Blackwell.
-        """
-        per_cycle = {80: 2048, 90: 4096, 100: 8192, 103: 8192}.get(self.capability, 512)
-        return min(self.clock, self.peak_matmul["float16"] / (per_cycle * self.sms))
-
-    @property
     def matrix_unit(self) -> str:
         """How tensor cores are fed: "wgmma" (Hopper: 4 warps, operands in shared memory), "tcgen05" (data-center
         Blackwell: accumulators in tensor memory), "mma" (others: one warp, operands in registers)."""

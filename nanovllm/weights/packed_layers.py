@@ -193,10 +193,6 @@ class PackedLayers:
             del module.weight  # a parameter's name takes no module
             module.weight = weight
 
-    def takes(self, place: Place) -> bool:
-        """As of `ShardPlanes`."""
-        return self._planes.takes(place)
-
     def add(self, name: str, place: Place, tensor: torch.Tensor) -> bool:
         """Whether a checkpoint's tensor belongs to a packed weight; it is taken then."""
         if place[0] == "model.embed_tokens" and self._planes.makes_head:

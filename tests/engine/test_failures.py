@@ -40,7 +40,7 @@ def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, mon
         calls.append(step)
         if len(calls) == 4:
             with torch.inference_mode():
-                llm.engine.runner.caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
+                llm.engine.runner.paged.caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
             raise RuntimeError("out of memory")
         return execute(step)
 

@@ -82,7 +82,9 @@ def test_an_engine_is_freed_when_it_is_deleted(directory, policy):
     ]
     llm.generate([[1, 2, 3], list(range(100))], params, use_tqdm=False)
     runner = llm.engine.runner
-    freed = [weakref.ref(x) for x in (llm.engine, runner, runner.model, runner.paged, runner.fast, runner.caches[0].k)]
+    freed = [
+        weakref.ref(x) for x in (llm.engine, runner, runner.model, runner.paged, runner.fast, runner.paged.caches[0].k)
+    ]
     gc.collect()
     gc.disable()
     try:

@@ -26,9 +26,9 @@ def test_presets_are_consistent(model):
     # generation do
     lanes = pytest.approx(2 * model.lanes * model.clock * model.sms)
     assert model.peak_matmul["float32"] == lanes == model.vector_flops
-    per_cycle = model.peak_matmul["float16"] / model.sms / model.tensor_clock
-    assert per_cycle == pytest.approx({80: 2048, 89: 512, 90: 4096, 100: 8192}[model.capability], rel=0.01)
-    assert 1.2e9 < model.tensor_clock <= model.clock < 2.6e9
+    # The clock of the tensor cores behind the data sheet's rates may be below the highest.
+    per_cycle = {80: 2048, 89: 512, 90: 4096, 100: 8192}[model.capability]
+    assert 1.2e9 < model.peak_matmul["float16"] / (per_cycle * model.sms) <= 1.01 * model.clock < 2.6e9
 
 
 def test_numbers_from_data_sheets():

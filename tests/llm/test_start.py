@@ -114,7 +114,7 @@ def test_the_cache_is_no_larger_than_useful(directory):
 def test_dtypes(directory, dtype):
     llm = make(directory, dtype=dtype)
     assert llm.device_name.endswith("float32" if dtype == "auto" else dtype)
-    cache = llm.engine.runner.caches[0]
+    cache = llm.engine.runner.paged.caches[0]
     assert cache.k.dtype == cache.v.dtype == getattr(torch, "float32" if dtype == "auto" else dtype)
     (out,) = llm.generate("hello", GREEDY, use_tqdm=False)
     assert len(out["token_ids"]) == 24

@@ -28,13 +28,13 @@ def test_rows_are_those_of_all(tmp_path, architecture, layers):
     runner = LLM(tmp_path, skip_tokenizer_init=True, device="cpu", **options).engine.runner
     with torch.inference_mode():
         every = runner.paged.hidden(batch())
-        caches = [(c.k.clone(), c.v.clone()) for c in runner.caches]
+        caches = [(c.k.clone(), c.v.clone()) for c in runner.paged.caches]
         assert every.shape == (TOKENS, 48)
         for rows in (slice(6), slice(0), [4, 13, 14], [14, 0, 0], []):
             rows = rows if isinstance(rows, slice) else torch.tensor(rows, dtype=torch.int64)
-            for cache in runner.caches:
+            for cache in runner.paged.caches:
                 cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
             torch.testing.assert_close(runner.paged.hidden(batch(), rows), every[rows], rtol=1e-5, atol=1e-5)
-            for (k, v), cache in zip(caches, runner.caches):
+            for (k, v), cache in zip(caches, runner.paged.caches):
                 for i, n in enumerate(LENGTHS):
                     assert torch.equal(cache.k[i, :n], k[i, :n]) and torch.equal(cache.v[i, :n], v[i, :n])

@@ -11,10 +11,6 @@ def _inputs(t, rows, size, broadcast=0):
     return {"a": t.normal(rows, size), "b": t.normal(*shape), "c": t.normal(*shape)}
 
 
-def _cost(a, b, c):
-    return Cost(nbytes(a, b, c, a), 2 * a.numel())
-
-
 @op(
     arguments={"a": "[..., n]", "b": "[n] | [..., n]", "c": "[n] | [..., n]"},
     inputs=Inputs(
@@ -23,7 +19,7 @@ def _cost(a, b, c):
         decode=[(1, 1024), (64, 1024), (256, 5120), (256, 5120, 1)],
         large=[(2048, 4096), (2048, 4096, 1), (16384, 4096)],
     ),
-    cost=_cost,
+    cost=lambda a, b, c: Cost(nbytes(a, b, c, a), 2 * a.numel()),
     cancels=True,
 )
 def element_wise_mul_add(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

@@ -15,24 +15,16 @@ _FUNCTIONS = {
 }
 
 
-def _inputs(t, rows, size):
-    return {"x": t.normal(rows, size)}
-
-
-def _cost(x, kind):
-    return Cost(2 * nbytes(x), 8 * x.numel())
-
-
 @op(
     arguments={"x": "[...]"},
     inputs=Inputs(
-        _inputs,
+        lambda t, rows, size: {"x": t.normal(rows, size)},
         small=[(1, 1), (3, 96), (0, 64), (7, 33), (2, 33000)],
         decode=[(1, 4096), (64, 4096), (256, 4096)],
         large=[(8192, 4096), (16384, 16384)],
         variants=[{"kind": kind} for kind in _FUNCTIONS],
     ),
-    cost=_cost,
+    cost=lambda x, kind: Cost(2 * nbytes(x), 8 * x.numel()),
     cancels=True,
 )
 def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:

@@ -11,10 +11,6 @@ def _inputs(t, rows, size, full_bias=0):
     return {"x": t.normal(rows, size), "bias": t.normal(*((rows, size) if full_bias else (size,)))}
 
 
-def _cost(x, bias, approximate="tanh"):
-    return Cost(nbytes(x, bias, x), 10 * x.numel())
-
-
 @op(
     arguments={"x": "[..., n]", "bias": "[n] | [..., n]"},
     inputs=Inputs(
@@ -24,7 +20,7 @@ def _cost(x, bias, approximate="tanh"):
         large=[(2048, 4096), (8192, 4096), (8192, 4096, 1)],
         variants=[{"approximate": "tanh"}, {"approximate": "none"}],
     ),
-    cost=_cost,
+    cost=lambda x, bias, approximate="tanh": Cost(nbytes(x, bias, x), 10 * x.numel()),
     cancels=True,
 )
 def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh") -> torch.Tensor:

@@ -18,10 +18,6 @@ def _inputs(t, m, hidden, intermediate):
     }
 
 
-def _cost(x, gate_up, down, activation="silu"):
-    return Cost(nbytes(x, gate_up, down, x), 6 * x.numel() * down.shape[1])
-
-
 @op(
     arguments={"x": "[..., h]", "gate_up": "[2*i, h]", "down": "[h, i]"},
     inputs=Inputs(
@@ -34,7 +30,7 @@ def _cost(x, gate_up, down, activation="silu"):
         variants=[{"activation": name} for name in GATES],
         scales=(1.0, 1e-2, 10.0),
     ),
-    cost=_cost,
+    cost=lambda x, gate_up, down, activation="silu": Cost(nbytes(x, gate_up, down, x), 6 * x.numel() * down.shape[1]),
     # Gate, up, activation, product and sum are each rounded by the reference.
     tolerance={torch.float16: 4e-3, torch.float32: 2e-5, torch.bfloat16: 3e-2},
 )

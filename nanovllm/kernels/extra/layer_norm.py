@@ -16,10 +16,6 @@ def _inputs(t, rows, size):
     }
 
 
-def _cost(x, weight, bias, eps):
-    return Cost(nbytes(x, weight, bias, x), 8 * x.numel())
-
-
 @op(
     arguments={"x": "[..., size]", "weight": "[size]", "bias": "[size]"},
     inputs=Inputs(
@@ -29,7 +25,7 @@ def _cost(x, weight, bias, eps):
         large=[(8192, 1024), (16384, 4096), (4096, 5120)],
         scales=(1.0, 50.0),
     ),
-    cost=_cost,
+    cost=lambda x, weight, bias, eps: Cost(nbytes(x, weight, bias, x), 8 * x.numel()),
 )
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32, rounded once.

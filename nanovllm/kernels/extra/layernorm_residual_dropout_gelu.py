@@ -17,10 +17,6 @@ def _inputs(t, rows, size):
     }
 
 
-def _cost(x, residual, weight, bias, **_):
-    return Cost(nbytes(x, residual, weight, bias, x), 20 * x.numel())
-
-
 _STEPS = 1 << 15
 """Dropout compares 15 random bits: probabilities are multiples of 2^-15."""
 DROPOUT_ROUNDS = 7
@@ -52,7 +48,7 @@ def dropout_counts(p: float) -> tuple[int, float]:
         variants=[{}, {"p": 0.1, "seed": 7}, {"approximate": "tanh", "p": 0.5, "seed": -1}],
         scales=(1.0, 50.0),
     ),
-    cost=_cost,
+    cost=lambda x, residual, weight, bias, **_: Cost(nbytes(x, residual, weight, bias, x), 20 * x.numel()),
     # Four roundings in a row.
     tolerance={torch.float16: 3e-3, torch.bfloat16: 2.5e-2},
     magnitude=1.0,  # of a layer norm's result; gelu makes any smaller

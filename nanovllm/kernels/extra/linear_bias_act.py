@@ -23,10 +23,6 @@ def _inputs(t, m, k, n, transposed=0):
     return {"x": t.normal(m, k), "weight": weight, "bias": t.normal(n)}
 
 
-def _cost(x, weight, bias=None, activation="none"):
-    return product_cost(x, weight.shape[0], weight, bias)
-
-
 @op(
     arguments={"x": "[..., k]", "weight": "[n, k]", "bias": "[n]"},
     inputs=Inputs(
@@ -45,7 +41,7 @@ def _cost(x, weight, bias=None, activation="none"):
         large=[(2048, 1024, 4096), (8192, 4096, 6144)],
         variants=[{"activation": name} for name in ("silu", "none", "relu", "gelu", "gelu_tanh")],
     ),
-    cost=_cost,
+    cost=lambda x, weight, bias=None, activation="none": product_cost(x, weight.shape[0], weight, bias),
     # The sum is rounded once more by the reference than by a fused epilogue, and adds k products in any order.
     tolerance={torch.float16: 2e-3, torch.float32: 2e-5},
 )

@@ -6,23 +6,15 @@ from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
 
 
-def _inputs(t, rows, size):
-    return {"x": t.normal(rows, size)}
-
-
-def _cost(x):
-    return Cost(2 * nbytes(x), 5 * x.numel())
-
-
 @op(
     arguments={"x": "[..., size]"},
     inputs=Inputs(
-        _inputs,
+        lambda t, rows, size: {"x": t.normal(rows, size)},
         small=[(1, 1), (3, 96), (0, 64), (7, 33), (2, 1024), (1, 1025), (2, 33000)],
         decode=[(1, 151936), (64, 4096), (256, 4096)],
         large=[(16384, 4096), (16384, 16384)],
     ),
-    cost=_cost,
+    cost=lambda x: Cost(2 * nbytes(x), 5 * x.numel()),
 )
 def softmax(x: torch.Tensor) -> torch.Tensor:
     """exp(x - max) / sum(exp(x - max)) over the last dimension, computed in float32, rounded once.

@@ -27,10 +27,6 @@ def _inputs(t, tokens, outputs, size):
     }
 
 
-def _gate_up_inputs(t, tokens, outputs, size):
-    return _inputs(t, tokens, 2 * outputs, size)
-
-
 def _cost_of(x, residual, norm_weight, weight, bias, outputs):
     rows = x.numel() // max(1, x.shape[-1])
     moved = nbytes(x, residual, norm_weight, weight, bias) + (nbytes(x) if residual is not None else 0)
@@ -96,7 +92,7 @@ def add_rms_norm_linear(
 @op(
     arguments={"x": "[..., size]", "residual": "[..., size]", "norm_weight": "[size]", "weight": "[2*outputs, size]"},
     inputs=Inputs(
-        _gate_up_inputs,
+        lambda t, tokens, outputs, size: _inputs(t, tokens, 2 * outputs, size),
         needs=at_least_one("size"),
         small=_SMALL,
         # Qwen3 0.6B, 1.7B and 8B.

@@ -20,31 +20,15 @@ def _inputs(t, tokens, outputs, size):
     return {"x": t.normal(tokens, size), "weight": t.parameter(outputs, size, scale=size**-0.5)}
 
 
-def _gated_inputs(t, tokens, outputs, size):
-    return _inputs(t, tokens, 2 * outputs, size)
-
-
 def _normed_inputs(t, tokens, outputs, size):
     norm = {"residual": t.normal(tokens, outputs), "norm_weight": t.parameter(outputs, scale=1), "eps": 1e-6}
     return {**_inputs(t, tokens, outputs, size), **norm}
-
-
-def _cost(x, weight, bias=None):
-    return product_cost(x, weight.shape[0], weight, bias)
-
-
-def _gated_cost(x, weight):
-    return product_cost(x, weight.shape[0], weight, written=weight.shape[0] // 2)
 
 
 def normed_cost(x, residual, norm_weight, *read):
     """Of a product whose results are added to a residual, with the norm of the sum. read: as of `product_cost`."""
     moved = nbytes(x, *read, norm_weight) + 3 * nbytes(residual)
     return Cost(moved, 2 * residual.numel() * x.shape[-1] + 5 * residual.numel())
-
-
-def _normed_cost(x, weight, residual, norm_weight, eps, bias=None):
-    return normed_cost(x, residual, norm_weight, weight, bias)
 
 
 @op(
@@ -57,7 +41,7 @@ def _normed_cost(x, weight, residual, norm_weight, eps, bias=None):
         decode=[(1, 1024, 2048), (8, 1024, 2048), (1, 1024, 3072), (8, 1024, 3072), (1, 4096, 12288), (64, 1024, 3072)],
         scales=(1.0, 50.0),
     ),
-    cost=_cost,
+    cost=lambda x, weight, bias=None: product_cost(x, weight.shape[0], weight, bias),
 )
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b.
@@ -74,7 +58,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 @op(
     arguments={"x": "[..., size]", "weight": "[2*outputs, size]"},
     inputs=Inputs(
-        _gated_inputs,
+        lambda t, tokens, outputs, size: _inputs(t, tokens, 2 * outputs, size),
         needs=at_least_one("size"),
         # (tokens, outputs, size): no power of two, several tiles, no token.
         small=[(1, 2, 1), (2, 40, 64), (3, 37, 1000), (5, 24, 2112), (0, 8, 16), (9, 72, 320), (33, 136, 192)],
@@ -84,7 +68,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         large=[(8191, 3072, 1024), (4099, 6144, 2048)],
         scales=(1.0, 50.0),
     ),
-    cost=_gated_cost,
+    cost=lambda x, weight: product_cost(x, weight.shape[0], weight, written=weight.shape[0] // 2),
     cancels=True,
     tolerance=_TOLERANCE,
     fuses=("linear", "silu_and_mul"),
@@ -116,7 +100,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         decode=[(8, 1024, 2048), (32, 1024, 2048), *((n, 1024, 3072) for n in (8, 32, 64)), (32, 4096, 12288)],
         scales=(1.0, 50.0),
     ),
-    cost=_normed_cost,
+    cost=lambda x, weight, residual, norm_weight, eps, bias=None: normed_cost(x, residual, norm_weight, weight, bias),
     tolerance=_TOLERANCE,
     fuses=("add_rms_norm", "linear"),
 )  # fmt: skip

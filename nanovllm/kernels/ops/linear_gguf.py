@@ -42,10 +42,6 @@ def _needs(numbers):
     return None
 
 
-def _cost(x, weight, kind, bias=None):
-    return product_cost(x, weight.shape[0], weight, bias)
-
-
 @op(
     arguments={"x": "[..., size]", "weight": "uint8[outputs, row_bytes]", "bias": "[outputs]"},
     inputs=Inputs(
@@ -63,7 +59,7 @@ def _cost(x, weight, kind, bias=None):
         large=[(2048, 1024, 3072), (8192, 4096, 4096)],
         scales=(1.0, 50.0),
     ),
-    cost=_cost,
+    cost=lambda x, weight, kind, bias=None: product_cost(x, weight.shape[0], weight, bias),
 )  # fmt: skip
 def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + b with a weight W in GGUF's blocks.

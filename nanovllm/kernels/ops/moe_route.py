@@ -8,10 +8,6 @@ from nanovllm.kernels.op.dispatch import op
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def _inputs(t, tokens, experts, top_k):
-    return {"logits": t.normal(tokens, experts), "top_k": top_k, "renormalise": True}
-
-
 def _needs(numbers):
     if numbers["experts"] < 1:
         return f"EXPERTS of at least 1, not {numbers['experts']}"
@@ -45,7 +41,7 @@ def _compare(got, arguments, dtype):
 @op(
     arguments={"logits": "[tokens, num_experts]"},
     inputs=Inputs(
-        _inputs,
+        lambda t, tokens, experts, top_k: {"logits": t.normal(tokens, experts), "top_k": top_k, "renormalise": True},
         needs=_needs,
         small=[(1, 4, 2), (5, 6, 3), (0, 8, 2), (9, 128, 8), (33, 60, 1), (3, 5, 5), (2, 1, 1)],
         # Qwen3-30B-A3B.

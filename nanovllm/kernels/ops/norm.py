@@ -15,14 +15,6 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     return weight * wide.to(x.dtype)
 
 
-def _rms_norm_inputs(t, rows, size):
-    return {"x": t.normal(rows, size), "weight": t.parameter(size, scale=1), "eps": 1e-6}
-
-
-def _rms_norm_cost(x, weight, eps):
-    return Cost(nbytes(x, weight, x), 4 * x.numel())
-
-
 # Hidden sizes of Qwen3 (0.6B to 32B); heads of a fused projection; sizes that are no power of two or too long for
 # registers.
 _SHAPES: dict[str, Any] = {
@@ -33,7 +25,13 @@ _SHAPES: dict[str, Any] = {
 }
 
 
-@op(arguments={"x": "[..., size]", "weight": "[size]"}, inputs=Inputs(_rms_norm_inputs, **_SHAPES), cost=_rms_norm_cost)
+@op(
+    arguments={"x": "[..., size]", "weight": "[size]"},
+    inputs=Inputs(
+        lambda t, rows, size: {"x": t.normal(rows, size), "weight": t.parameter(size, scale=1), "eps": 1e-6}, **_SHAPES
+    ),
+    cost=lambda x, weight, eps: Cost(nbytes(x, weight, x), 4 * x.numel()),
+)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32.
 
@@ -56,14 +54,10 @@ def _add_rms_norm_inputs(t, rows, size):
     }
 
 
-def _add_rms_norm_cost(x, residual, weight, eps):
-    return Cost(2 * nbytes(x, residual) + nbytes(weight), 5 * x.numel())
-
-
 @op(
     arguments={"x": "[..., size]", "residual": "[..., size]", "weight": "[size]"},
     inputs=Inputs(_add_rms_norm_inputs, **_SHAPES),
-    cost=_add_rms_norm_cost,
+    cost=lambda x, residual, weight, eps: Cost(2 * nbytes(x, residual) + nbytes(weight), 5 * x.numel()),
     # Three roundings: the sum's, the normalised value's and that of its product with the weight. 3 x 2^-11 is 1.47e-3.
     tolerance={torch.float16: 1.5e-3},
     reuses=("x", "residual"),

@@ -90,7 +90,7 @@ def test_piggybacked_prompts_change_no_token(directory, by_length, asynchronous,
     llm = make(directory, async_scheduling=asynchronous, fast_policy=policy, **arguments, **by_length)
     runner = llm.engine.runner
     with torch.inference_mode():
-        for cache in runner.caches:  # what lies in the padding block must not matter
+        for cache in runner.paged.caches:  # what lies in the padding block must not matter
             cache.k[-1], cache.v[-1] = torch.nan, torch.nan
     replayed = watch_replays(llm) if captured else None
     piggybacked, others, decode = [], [], runner.fast.decode
@@ -286,7 +286,7 @@ def test_ten_thousand_replays_of_a_step_give_the_same_bits(directory, by_length,
             """What a step leaves for its sequences; padding rows are nobody's."""
             blocks = slice(runner.num_kvcache_blocks)
             tensors = [state.ints[:, :num_seqs], state.small[:, :num_seqs], last_tokens[:-1], logits[:num_seqs]]
-            return tensors + [t[blocks] for cache in runner.caches for t in (cache.k, cache.v)]
+            return tensors + [t[blocks] for cache in runner.paged.caches for t in (cache.k, cache.v)]
 
         def replay(whole):
             for tensor, value in zip((state.ints, state.small, last_tokens), before):

@@ -54,7 +54,7 @@ def test_captured_logits_and_caches_are_those_of_unpadded_steps():
         got = launch(batch)
         assert got is not None
         got = got.clone()
-        caches = [t[:-1] for c in (runner.caches[0], runner.caches[-1]) for t in (c.k, c.v)]
+        caches = [t[:-1] for c in (runner.paged.caches[0], runner.paged.caches[-1]) for t in (c.k, c.v)]
         padded = [cache.clone() for cache in caches]
         want = runner.paged.logits(runner.hidden(batch))[: len(batch.logits_rows)]
         for a, b in [(got, want)] * bool(len(want)) + list(zip(padded, caches)):

@@ -87,6 +87,6 @@ def test_the_warm_up_fits_any_budget(budget, tmp_path, monkeypatch):
         num_kvcache_blocks=8,
         fast_policy=FastPolicy(warm_up=True),
     )  # fmt: skip
-    caches = llm.engine.runner.caches
+    caches = llm.engine.runner.paged.caches
     assert all(not cache.k[:-1].any() and not cache.v[:-1].any() for cache in caches)
     assert (budget < 3) != bool(caches[0].k[-1].any())
