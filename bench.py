@@ -112,7 +112,7 @@ def _add_engine(group: Any) -> None:
         help="CUDA graphs for steps with prompts too (the default)",
     )
     group.add_argument(
-        "--ride-prompts",
+        "--piggyback-prefill",
         action=argparse.BooleanOptionalAction,
         help="compute prompts within decode steps; by default the engine decides by the model",
     )

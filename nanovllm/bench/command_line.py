@@ -18,7 +18,7 @@ _PEERS_HAVE = (
     "dtype", "kv_cache_dtype", "device", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
     "tensor_parallel_size", "quantization", "lm_head_quantization",
 )  # fmt: skip
-_THREE_WAYS = ("activation_quantization", "capture_prefill", "ride_prompts", "use_custom_kernels")
+_THREE_WAYS = ("activation_quantization", "capture_prefill", "piggyback_prefill", "use_custom_kernels")
 """Arguments of nanovllm alone that are on, off, or None: the engine decides."""
 _RECORDED = (
     *_PEERS_HAVE, *_THREE_WAYS, "enforce_eager", "kernels", "preset", "workload", "num_requests",

@@ -38,7 +38,7 @@ def make_profile(
         if not as_run[0]["eager"]:
             # Without graphs the engine would by itself piggyback and pad no prompts: the kernels would be others.
             first = as_run[0]
-            same = {"ride_prompts": first["rides"], "capture_prefill": first["pads_prompts"]}
+            same = {"piggyback_prefill": first["piggybacks"], "capture_prefill": first["pads_prompts"]}
             eager = dataclasses.replace(job, options={**job.options, "enforce_eager": True, **same})
             passes.append(_run_pass(launch, eager, Path(scratch) / "eager.json", other))
         labels = ["as it runs", "without graphs"] if len(passes) == 2 else None

@@ -37,7 +37,8 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     Returns:
         "costs": per op, its calls, bytes and flops over the recorded steps; "unprofiled_us": the time of a decode step
         without a profiler; "memory": samples, one a step; "about": the engine; "eager": whether it ran without graphs;
-        "rides": whether prompts are piggybacked on decode steps; "pads_prompts": whether steps with prompts are padded.
+        "piggybacks": whether prompts are piggybacked on decode steps; "pads_prompts": whether steps with prompts are
+        padded.
     """
     instrument = Instrument()
     with decorated_kernels(instrument.decorate):
@@ -70,7 +71,7 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     add_memory_track(trace, memory)
     write_trace(trace, Path(job.trace))
     fast = engine.llm.engine.runner.fast
-    rides, pads_prompts = fast.piggyback is not None, fast.prefill is not None
+    piggybacks, pads_prompts = fast.piggyback is not None, fast.prefill is not None
     engine.close()
     return {
         "costs": costs,
@@ -78,7 +79,7 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
         "memory": memory,
         "about": about,
         "eager": eager,
-        "rides": rides,
+        "piggybacks": piggybacks,
         "pads_prompts": pads_prompts,
     }
 

@@ -120,8 +120,8 @@ def settings(run: Record, row: Row) -> str:
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
         for name in ("activation_quantization", "capture_prefill"):  # on if they can be
             given[f"no {name}"] = run.arguments.get(name) is False
-        if (piggybacked := run.arguments.get("ride_prompts")) is not None:
-            given["ride_prompts" if piggybacked else "no ride_prompts"] = True
+        if (piggybacked := run.arguments.get("piggyback_prefill")) is not None:
+            given["piggyback_prefill" if piggybacked else "no piggyback_prefill"] = True
     return ", ".join(n if v is True else f"{n} {v}" for n, v in sorted(given.items()) if v not in (None, False, ""))
 
 

@@ -89,11 +89,11 @@ def test_prompts_are_piggybacked_in_a_profile_as_in_runs(ahead, tmp_path):
         llm.engine.abort = lambda request: (given_up.append(request.first_token_time is None), abort(request))[1]
         return llm
 
-    options = {"num_kvcache_blocks": 200, "ride_prompts": True, "async_scheduling": ahead}
+    options = {"num_kvcache_blocks": 200, "piggyback_prefill": True, "async_scheduling": ahead}
     result, path = profile_tiny(tmp_path, load, watched, **options)
     trace = Trace(json.loads(path.read_text())["traceEvents"])
     kinds = [s.kind for s in trace.steps]
-    assert result["rides"] and kinds == sorted(kinds, key=["prefill", "mixed", "decode"].index)
+    assert result["piggybacks"] and kinds == sorted(kinds, key=["prefill", "mixed", "decode"].index)
     assert kinds.count("decode") == 6 and kinds.count("mixed") >= 6
     # In the midst of the run, and what had begun goes on when no prompt is left.
     assert all(int(step.range.name.split()[-2]) >= 12 for step in trace.steps[-12:])
@@ -111,13 +111,13 @@ def test_prompts_are_piggybacked_in_a_profile_as_in_runs(ahead, tmp_path):
 
 def test_nothing_is_piggybacked_when_requests_arrive_over_time(tmp_path):
     load = Workload("w", 24, (100, 200), (20, 120), rate=100.0)
-    _, path = profile_tiny(tmp_path, load, num_kvcache_blocks=200, ride_prompts=True)
+    _, path = profile_tiny(tmp_path, load, num_kvcache_blocks=200, piggyback_prefill=True)
     steps = Trace(json.loads(path.read_text())["traceEvents"]).steps
     assert [s.kind for s in steps] == ["prefill"] + ["decode"] * 6
 
 
-@pytest.mark.parametrize("rides, pads", [(False, False), (False, True), (True, False)])
-def test_the_pass_without_graphs_piggybacks_and_pads_as_the_one_with_them(rides, pads, tmp_path):
+@pytest.mark.parametrize("piggybacks, pads", [(False, False), (False, True), (True, False)])
+def test_the_pass_without_graphs_piggybacks_and_pads_as_the_one_with_them(piggybacks, pads, tmp_path):
     class Enough(Exception):
         pass
 
@@ -126,7 +126,7 @@ def test_the_pass_without_graphs_piggybacks_and_pads_as_the_one_with_them(rides,
         if job.options.get("enforce_eager"):
             raise Enough
         Path(job.trace).write_text('{"traceEvents": []}')
-        take("profile", {"eager": False, "rides": rides, "pads_prompts": pads})
+        take("profile", {"eager": False, "piggybacks": piggybacks, "pads_prompts": pads})
 
     jobs = []
     job = Job("nanovllm", "custom", "model", (Workload("w", 1, 8, 8),), options={"max_model_len": 64})
@@ -134,7 +134,7 @@ def test_the_pass_without_graphs_piggybacks_and_pads_as_the_one_with_them(rides,
         make_profile(launch, job, None, "label", tmp_path, False, print)
     assert [j.options for j in jobs] == [
         job.options,
-        {"max_model_len": 64, "enforce_eager": True, "ride_prompts": rides, "capture_prefill": pads},
+        {"max_model_len": 64, "enforce_eager": True, "piggyback_prefill": piggybacks, "capture_prefill": pads},
     ]
 
 
@@ -172,7 +172,7 @@ def on_gpu(tmp_path_factory, request):
     job = Job("nanovllm", "custom", str(folder), (load,), config=config, trace=str(folder / "a.json"))
     results, traces = [], []
     for eager in (False, True):
-        options = {"num_kvcache_blocks": 300, "enforce_eager": eager, "ride_prompts": request.param}
+        options = {"num_kvcache_blocks": 300, "enforce_eager": eager, "piggyback_prefill": request.param}
         if eager:
             options["capture_prefill"] = results[0]["pads_prompts"]
         results.append(profile(dataclasses.replace(job, options=options), LLM))
@@ -201,7 +201,7 @@ def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
 def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
     (as_run, named), traces, _ = on_gpu
     p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda"), refresh=True), LOAD, "qwen3-0.6b")
-    assert ("mixed" in p.phases()) == as_run["rides"]
+    assert ("mixed" in p.phases()) == as_run["piggybacks"]
     for phase in p.phases():
         (step,) = [s for s in p.steps if s.phase == phase]
         ops = [o for o in p.ops if o.phase == phase]
@@ -215,7 +215,7 @@ def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
         heads = [o.device_us for o in ops if o.module == "lm_head"]
         assert sum(heads) > 20
         # With piggybacked prompts the number of rows changes, and with it the provider.
-        assert len(heads) == 1 or as_run["rides"]
+        assert len(heads) == 1 or as_run["piggybacks"]
     if gpu_is_shared():
         pytest.skip("another program uses the GPU, so the rates that are its limit say nothing")
     assert over_limit(p) == []

@@ -106,5 +106,4 @@ def _silent(level: int, text: bytes, data: Any) -> None:
     pass
 
 
-def start(job: Job) -> LlamaCppEngine:
-    return LlamaCppEngine(job)
+start = LlamaCppEngine

@@ -57,5 +57,4 @@ class OpenVinoEngine:
         del self._pipeline
 
 
-def start(job: Job) -> OpenVinoEngine:
-    return OpenVinoEngine(job)
+start = OpenVinoEngine

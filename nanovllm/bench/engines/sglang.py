@@ -101,5 +101,4 @@ def _times(told: dict[str, Any]) -> RequestTimes:
     return RequestTimes(first, total, count)
 
 
-def start(job: Job) -> SglangEngine:
-    return SglangEngine(job)
+start = SglangEngine

@@ -117,5 +117,4 @@ class TransformersEngine:
         del self._model
 
 
-def start(job: Job) -> TransformersEngine:
-    return TransformersEngine(job)
+start = TransformersEngine

@@ -143,5 +143,4 @@ def _times(output: Any) -> RequestTimes:
     return RequestTimes(first, total, count)
 
 
-def start(job: Job) -> VllmEngine:
-    return VllmEngine(job)
+start = VllmEngine
