@@ -84,8 +84,7 @@ def _roofline(profile: Profile, colors: _Colors) -> Any:
     """Each op a dot: flops a byte against flops a second, under the measured roof.
 
     An op that only moves bytes has no place on these axes. It is a hollow dot at the left edge, as high as if it did
-    that edge's
-    flops for each byte: as far below the roof as its bandwidth is.
+    that edge's flops for each byte: as far below the roof as its bandwidth is.
     """
     dots = [o for o in profile.ops if o.bytes and o.device_us]
     matmul = profile.rates.matmul.get(profile.dtype)

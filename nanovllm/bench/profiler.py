@@ -122,9 +122,8 @@ def _drive(
 
     try:
         with recorded():
-            steps(
-                1 if core.runner.fast.piggyback is not None else PREFILL_STEPS, keep=True
-            )  # the second one may have piggybacked prompts, with few decodes
+            # If prompts are piggybacked, the second step may have some, with few decodes.
+            steps(1 if core.runner.fast.piggyback is not None else PREFILL_STEPS, keep=True)
             _synchronize()
         while (late := not_begun()) and core.has_unfinished:
             if 2 * len(late) <= len(requests) and instrument.last_step.kind.value == "piggybacked":

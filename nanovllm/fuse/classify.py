@@ -78,9 +78,7 @@ def kind_of(node: FxNode) -> Kind:
         return _pointwise(node)
     if name in CLASS_LOSSES or name in _LOSSES or name == "group_norm":
         return Kind.REDUCTION
-    if (
-        name == "index_put"
-    ):  # copies a tensor and then writes some of its rows: two kernels, the second after all of the first
+    if name == "index_put":  # copies a tensor, then writes some rows: two kernels, the second after all of the first
         return Kind.OPAQUE
     if name in _REDUCTIONS or torch.Tag.reduction in op.tags:
         return Kind.REDUCTION if reduced_dims(node) is not None else Kind.OPAQUE

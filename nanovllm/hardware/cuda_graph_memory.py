@@ -24,9 +24,8 @@ class GraphMemory:
         of pinned memory (PyTorch 2.11) cannot.
         """
         spoiled, self.handle = self.handle, torch.cuda.graph_pool_handle()
-        with suppress(
-            RuntimeError, AttributeError
-        ):  # it has been told; or there is no such function, which is not public
+        # It has been told; or there is no such function, which is not public.
+        with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(device.index, spoiled)
 
 

@@ -14,8 +14,7 @@ def canonical_gpu_name(name: str) -> str:
     """The chip behind a product name.
 
     "NVIDIA H100 80GB HBM3" -> "nvidia-h100", "NVIDIA GeForce RTX 4090" -> "nvidia-rtx-4090". The form factor stays
-    where
-    it changes the clocks or the memory: "NVIDIA H100 PCIe" -> "nvidia-h100-pcie".
+    where it changes the clocks or the memory: "NVIDIA H100 PCIe" -> "nvidia-h100-pcie".
     """
     words = re.sub(r"\b(\d+\s*GB|HBM\w*|SXM\w*|GeForce|Tesla|Graphics)\b|[^\w\s]", " ", name, flags=re.IGNORECASE)
     return "-".join(words.lower().split())

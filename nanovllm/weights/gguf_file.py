@@ -199,9 +199,8 @@ class _Cursor:
         except (struct.error, UnicodeDecodeError):
             pass
         self.position = position
-        return found + [
-            self.string(what) for _ in range(count - len(found))
-        ]  # which says what is wrong with the next one
+        # `string` says what is wrong with the next one.
+        return found + [self.string(what) for _ in range(count - len(found))]
 
     def value(self, value_type: int, what: str) -> Any:
         if value_type in _SCALARS:

@@ -102,8 +102,7 @@ class DecodeGraphs:
 
     A step is two graphs, the model up to the logits, then sampling and the state's advance: what sampling a batch needs
     changes from step to step, and capturing the model again for each kind of sampling takes time. One graph saves the 4
-    us
-    between two and a copy of the logits, 2 us, which is worth it where a step is short: small batches have graphs of
+    us between two and a copy of the logits, 2 us, which is worth it where a step is short: small batches have graphs of
     whole steps as well.
 
     Args:

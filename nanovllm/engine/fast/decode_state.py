@@ -5,8 +5,7 @@ Inputs, cache addresses and sampling parameters of a row stay where they are fro
 row's complete state) only where the two differ: a sequence came, another one took its row, or the device lacks a block
 that it needs. All row updates of a step travel in one copy from pinned memory, and with them those of all other rows
 whose block table grew (blocks are reserved ahead), so that most steps send nothing. A row without a sequence is a
-*padding
-row*: it computes one token in the padding block, and never advances.
+*padding row*: it computes one token in the padding block, and never advances.
 
 Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kernel, and is part of the captured graph.
 """

@@ -56,9 +56,8 @@ class FastPaths:
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
         self._layer_weights, layer_bytes = model.layer_sizes
-        layer_bytes = current_group().smallest(
-            layer_bytes, device
-        )  # a rank may hold packed weights, another whole ones
+        # A rank may hold packed weights, another whole ones.
+        layer_bytes = current_group().smallest(layer_bytes, device)
         self.enabled = enabled_paths(self.policy, kernels, device, layer_bytes, config.enable_prefix_caching)
         self.reserve_tokens_ahead = self.policy.reserve_tokens_ahead
         self.piggyback: Piggyback | None = None

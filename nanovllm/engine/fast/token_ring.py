@@ -1,10 +1,9 @@
 """Host memory in which decode steps leave their tokens: the device writes to it by itself.
 
 A copy after each step would stand between that step and the next on the stream, which costs several times what copying
-a few
-numbers does: another engine of the GPU copies, and the stream waits for it twice. Instead the kernel that ends a step
-stores its tokens in the next cell of a ring, and counts on the device which cell that is, so that a captured graph does
-both.
+a few numbers does: another engine of the GPU copies, and the stream waits for it twice. Instead the kernel that ends a
+step stores its tokens in the next cell of a ring, and counts on the device which cell that is, so that a captured graph
+does both.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Attention by FlashInfer: its wrappers for a paged cache, planned and run in one call.
 
 FlashInfer plans a batch on the host, from the lengths, before it runs on the device. The ops have the lengths on the
-device
-alone, so every call here copies them to the host and waits: right for any lengths, but a stall a layer, and impossible
-while a CUDA graph is being captured (a plan that was made at capture would be wrong for the lengths of a replay). So a
-call during a capture is refused. https://docs.flashinfer.ai
+device alone, so every call here copies them to the host and waits: right for any lengths, but a stall a layer, and
+impossible while a CUDA graph is being captured (a plan that was made at capture would be wrong for the lengths of a
+replay). So a call during a capture is refused. https://docs.flashinfer.ai
 
 For the benchmark alone each function has `planned`: the plan is made once, and what it returns runs any number of
 times, in a graph too, on those lengths and that block table.

@@ -79,11 +79,8 @@ def store_kvcache(
         check_slots(slot_mapping, k_cache)
     for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
         stored, rows = quantised(x, cache.dtype, scale), cache
-        if cache.dtype == FP8:
-            stored, rows = (
-                stored.view(torch.uint8),
-                cache.view(torch.uint8),
-            )  # not every device can index the 8-bit floats
+        if cache.dtype == FP8:  # not every device can index the 8-bit floats
+            stored, rows = stored.view(torch.uint8), cache.view(torch.uint8)
         rows.flatten(0, 1)[slot_mapping] = stored
 
 

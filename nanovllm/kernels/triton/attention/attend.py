@@ -6,8 +6,7 @@ is (acc, m, total): the sum of p @ v with p = exp2(score - m), the running maxim
 A float8_e4m3fn cache comes as int16, two elements a word. The 7 lower bits of an element, moved to the exponent and
 mantissa of a float16, are its value / 256, subnormals included, so that three integer operations convert two elements
 and no instruction of newer GPUs is needed. (NaN, which `store_kvcache` writes for NaN alone, would read as 480.) Even
-and odd elements of
-a head stay apart: q k is the sum of two products, and p v is two of them, interleaved in the end.
+and odd elements of a head stay apart: q k is the sum of two products, and p v is two of them, interleaved in the end.
 """
 
 import triton

@@ -1,9 +1,8 @@
 """Partial results of the decode kernel for Hopper, exchanged within a cluster: from shared memory to shared memory.
 
 The program of a sequence's first piece merges. The others send it their results and end; it waits for their bytes. Each
-block has room
-for the results of all of its cluster, in a variable that Triton knows nothing of: a barrier first, then `CLUSTER` times
-[GROUP, HEAD_DIM] float32, then as many times [GROUP, 2] float32, the maximum and the sum.
+block has room for the results of all of its cluster, in a variable that Triton knows nothing of: a barrier first, then
+`CLUSTER` times [GROUP, HEAD_DIM] float32, then as many times [GROUP, 2] float32, the maximum and the sum.
 
 A block's shared memory may be written by others from the beginning of all blocks of the cluster on, which `meet` waits
 for, to its own end, which comes after what it waits for. Nobody writes to the other blocks: they may end at any time.

@@ -6,9 +6,8 @@ elements.
 
 A thread has pairs of words where it would have pairs of 16-bit elements. Of a key, that is four dims: two operands of
 two dims each, with dims in another order, on which a sum does not depend as long as the queries have them in the same.
-Of transposed values it is a word of
-one key and the same of the next: an operand of their even dims and one of the odd ones, which so come apart in the
-output.
+Of transposed values it is a word of one key and the same of the next: an operand of their even dims and one of the odd
+ones, which so come apart in the output.
 
 Two elements are converted by an instruction that the assembler starts every second cycle, as any integer operation;
 shifts and masks, as in `attend.py`, are seven for four.

@@ -85,12 +85,11 @@ _Table: TypeAlias = "tuple[tuple[int | None, tuple[Any, ...]], ...]"
 
 # The first number is the most sequences of eight KV heads. Then: programs a multiprocessor that the batch is cut for,
 # the tiles that no sequence is cut below, warps, slots, box, chunk, whether programs without a piece come last, and
-# blocks of a cluster. Measured
-# on an H200 in whole layers of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to 8 sequences all programs are
-# resident at once, one or two a multiprocessor, also if a sequence has a piece more than its share: so they are cut for
-# fewer than would fit (of 100 batches of 8 random lengths about one has too many). From 17 to 99 sequences they are
-# too, with as much shared memory as that leaves each, but where each sequence is cut in two. Half a program: no
-# sequence is cut, unless it is very long, and the grid has few programs that find no piece.
+# blocks of a cluster. Measured on an H200 in whole layers of Qwen3-0.6B, with sequences of 170 to 16,384 tokens. Up to
+# 8 sequences all programs are resident at once, one or two a multiprocessor, also if a sequence has a piece more than
+# its share: so they are cut for fewer than would fit (of 100 batches of 8 random lengths about one has too many). From
+# 17 to 99 sequences they are too, with as much shared memory as that leaves each, but where each sequence is cut in
+# two. Half a program: no sequence is cut, unless it is very long, and the grid has few programs that find no piece.
 _MEASURED: _Table = (
     (2, (1.0, 1, 4, 4, 32, 8)),
     (4, (1.85, 1, 4, 3, 32, 8)),

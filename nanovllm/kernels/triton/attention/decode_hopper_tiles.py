@@ -3,9 +3,8 @@ result.
 
 A tile has 16 keys for each warp of the program. A warp has a running maximum, a sum and an output of its own over its
 keys, so no warp waits for another within a tile; `merge_warps` merges them once, at the end. Scores are keys x queries,
-16 x 8 an instruction, and
-the output is dims x queries: no row of an instruction is idle with up to eight queries, and the queries are few
-registers.
+16 x 8 an instruction, and the output is dims x queries: no row of an instruction is idle with up to eight queries, and
+the queries are few registers.
 """
 
 from triton.experimental import gluon

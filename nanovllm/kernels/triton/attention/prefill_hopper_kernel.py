@@ -3,10 +3,9 @@ FlashAttention-3.
 
 One warp loads (the producer); two warpgroups compute (the consumers), each for half of the query rows of a work item,
 with the same keys and values. The producer takes items from a counter, so that every multiprocessor is busy until the
-queue is
-empty, and runs ahead of the consumers: the next item's queries and first keys arrive while they are at the last tiles
-of one. A consumer issues the product of queries and keys of one tile together with that of probabilities and values of
-the tile before, which may be the last of the item before, and does its softmax while the tensor cores work.
+queue is empty, and runs ahead of the consumers: the next item's queries and first keys arrive while they are at the
+last tiles of one. A consumer issues the product of queries and keys of one tile together with that of probabilities and
+values of the tile before, which may be the last of the item before, and does its softmax while the tensor cores work.
 
 It is written in Gluon, Triton's lower level, since Triton itself neither splits warps by role nor overlaps the softmax
 of one tile with the product of another on this architecture.

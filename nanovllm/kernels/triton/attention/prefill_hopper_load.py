@@ -53,8 +53,7 @@ def find_item(
 ):  # fmt: skip
     """The first item that is needed, of this one and those of the counter -> (head group, sequence, its tokens, first
     row of the queries, queries, position of the first, first tile, last tile); no queries, and -1 as the last tile:
-    there is
-    none."""
+    there is none."""
     group = 0
     seq = 0
     length = 0

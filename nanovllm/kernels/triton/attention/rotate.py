@@ -21,8 +21,8 @@ def load_heads(
     """What `rotate_heads` computes from, in the dtypes of memory, zero where not `live`: heads of tokens anywhere.
 
     An element's partner in the other half is loaded rather than exchanged between threads, and weights and angles once
-    a row
-    rather than moved to the threads that need them: they are in the first-level cache, and no thread waits for another.
+    a row rather than moved to the threads that need them: they are in the first-level cache, and no thread waits for
+    another.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     dims = tl.arange(0, DIM_PAD)[None, :]
