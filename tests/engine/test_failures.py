@@ -93,7 +93,8 @@ def test_an_interrupt_between_steps(directory, monkeypatch):
 
 
 PACKAGE = Path(nanovllm.__file__).parent
-TRACED = {str(file): file.name for file in (PACKAGE / "llm.py", *(PACKAGE / "engine").glob("*.py"))}
+FILES = (PACKAGE / "llm.py", PACKAGE / "frontend" / "step_loop.py", *(PACKAGE / "engine").glob("*.py"))
+TRACED = {str(file): file.name for file in FILES}
 
 
 def generate_all(llm):
