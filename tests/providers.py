@@ -1,7 +1,7 @@
 """Providers that tests register for a while."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from nanovllm.kernels import Provider, all_ops
@@ -15,3 +15,12 @@ def registered(op: str, fn: Callable[..., Any] | str, name: str = "mine", **fiel
         all_ops()[op].remembered.clear()
         all_ops()[op].add(Provider(name, fn, **fields))
         yield all_ops()[op].providers[name]
+
+
+@contextmanager
+def references(name: str, *ops: str) -> Iterator[dict[str, list[str]]]:
+    """Within the block these ops have a provider of this name, which is their reference; what makes it chosen."""
+    with ExitStack() as stack:
+        for op in ops:
+            stack.enter_context(registered(op, all_ops()[op].native, name))
+        yield {op: [name] for op in ops}

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from nanovllm import LLM
+from nanovllm import LLM, SamplingParams
 from tests import tiny
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -32,3 +32,18 @@ def generate(llm, prompts, params) -> list[list[list[int]]]:
     llm.engine.scheduler.check()
     assert llm.engine.scheduler.blocks.num_free_blocks == llm.engine.scheduler.blocks.num_blocks
     return outputs
+
+
+def check_logits(llm, reference, prompts) -> None:
+    """The logits of every token of the prompts are those of a model of transformers."""
+    seen, paged = [], llm.engine.runner.paged
+    logits = paged.logits
+    paged.logits = lambda hidden, out=None: (seen.append(logits(hidden, out)), seen[-1])[1]
+    for prompt in prompts:
+        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        with torch.inference_mode():
+            want = reference(torch.tensor([prompt], device=DEVICE)).logits[0]
+        got = torch.cat(seen)  # those of the prompt's log-probabilities, and the one that is sampled from
+        seen.clear()
+        assert got.shape == want.shape
+        assert (got - want).norm() / want.norm() < 1e-4

@@ -10,6 +10,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from tests import tiny
+from tests.engine.small_engine import check_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_TOKENS = 24
@@ -138,17 +139,6 @@ def test_abort_leaves_the_others_alone(model):
             assert got == expected[i]
 
 
-def test_logits_equal_transformers(model, monkeypatch):
+def test_logits_equal_transformers(model):
     directory, reference, prompts, _ = model
-    llm = engine(directory)
-    seen, paged = [], llm.engine.runner.paged
-    logits = paged.logits
-    monkeypatch.setattr(paged, "logits", lambda hidden, out=None: (seen.append(logits(hidden, out)), seen[-1])[1])
-    for prompt in prompts:
-        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-        with torch.inference_mode():
-            want = reference(torch.tensor([prompt], device=DEVICE)).logits[0]
-        got = torch.cat(seen)  # those of the prompt's log-probabilities, and the one that is sampled from
-        seen.clear()
-        assert got.shape == want.shape
-        assert (got - want).norm() / want.norm() < 1e-4
+    check_logits(engine(directory), reference, prompts)

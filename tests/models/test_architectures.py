@@ -1,19 +1,19 @@
 """Every architecture's peculiarities: greedy tokens are those of transformers in float32, whatever the engine does."""
 
 import random
-from contextlib import contextmanager
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
-from nanovllm.kernels import Provider, all_ops
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from tests import tiny
 from tests.engine.fast.replayed import BACKEND, lengths_on_the_device
 from tests.models.variants import LONG_FROM, VARIANTS
+from tests.providers import references
 
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -57,17 +57,9 @@ def made(tmp_path_factory):
     return of
 
 
-@contextmanager
 def grouped():
     """Within the block there are providers of the ops for shared prefixes, so that an engine looks for these."""
-    ops = [all_ops()[name] for name in SHARED_OPS]
-    for op in ops:
-        op.providers["grouped"] = Provider("grouped", op.native)
-    try:
-        yield {op.name: ["grouped"] for op in ops}
-    finally:
-        for op in ops:
-            del op.providers["grouped"]
+    return references("grouped", *SHARED_OPS)
 
 
 def check(name, mode, made):
@@ -77,7 +69,7 @@ def check(name, mode, made):
         max_model_len=64,
     ) | MODES[mode]  # fmt: skip
     providers = {"grouped": grouped, "graphs": lengths_on_the_device}.get(mode)
-    with providers() if providers else contextmanager(lambda: (yield None))() as priority:
+    with providers() if providers else nullcontext() as priority:
         llm = LLM(directory, **arguments, **({"kernel_priority": priority} if priority else {}))
         for _ in range(2 if mode == "crowded" else 1):  # the second time prefixes are found
             outputs = llm.generate(asked, GREEDY, use_tqdm=False)

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.weights import gguf
 from tests import tiny
+from tests.engine.small_engine import check_logits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_TOKENS, LENGTHS, NUM_BLOCKS, MAX_LEN = 64, [1, 2, 8, 16, 17, 31, 32, 100, 255, 256, 400, 700, 1500], 110, 1600
@@ -84,19 +85,8 @@ def test_weights_and_config_are_those_that_transformers_loads(path, reference):
     assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
 
 
-def test_logits(path, reference, prompts, monkeypatch):
-    llm = engine(path)
-    seen, paged = [], llm.engine.runner.paged
-    logits = paged.logits
-    monkeypatch.setattr(paged, "logits", lambda hidden, out=None: (seen.append(logits(hidden, out)), seen[-1])[1])
-    for prompt in (prompts[0], prompts[3], prompts[-3]):
-        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
-        with torch.inference_mode():
-            want = reference(torch.tensor([prompt], device=DEVICE)).logits[0]
-        got = torch.cat(seen)  # those of the prompt's log-probabilities, and the one that is sampled from
-        seen.clear()
-        assert got.shape == want.shape
-        assert (got - want).norm() / want.norm() < 1e-4
+def test_logits(path, reference, prompts):
+    check_logits(engine(path), reference, (prompts[0], prompts[3], prompts[-3]))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 """Functions in place of CUDA graphs, so that captured steps can be checked on any machine."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
 
-from nanovllm.kernels import Provider, all_ops
+from tests.providers import references
 
 
 class ReplayedFunctions:
@@ -25,17 +24,9 @@ class ReplayedFunctions:
 BACKEND = None if torch.cuda.is_available() else ReplayedFunctions
 
 
-@contextmanager
 def lengths_on_the_device():
     """Within the block there is a provider "reads_lengths" of attention, which is said to depend on no host value."""
-    ops = [all_ops()[name] for name in ("attention_decode", "attention_prefill")]
-    for op in ops:
-        op.providers["reads_lengths"] = Provider("reads_lengths", op.native)
-    try:
-        yield {op.name: ["reads_lengths"] for op in ops}
-    finally:
-        for op in ops:
-            del op.providers["reads_lengths"]
+    return references("reads_lengths", "attention_decode", "attention_prefill")
 
 
 def watch_replays(llm):
