@@ -29,7 +29,7 @@ def answers(directory, size, **arguments):
     """Greedy and drawn tokens of two rounds; the second finds prefixes."""
     llm = LLM(
         directory, tensor_parallel_size=size, dtype="float32", skip_tokenizer_init=True, max_model_len=512,
-        max_num_seqs=16, kvcache_block_size=16, gpu_memory_utilization=0.3, seed=0,
+        max_num_seqs=16, kvcache_block_size=16, gpu_memory_utilization=0.9, seed=0,
         **dict(num_kvcache_blocks=500) | arguments,
     )  # fmt: skip
     rng = random.Random(7)
@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_while_a_gpu_waits_for_it(directory):
         "import os, signal, sys, threading\nfrom nanovllm import LLM, SamplingParams\n"
         f"llm = LLM({str(directory)!r}, tensor_parallel_size=2, dtype='float32', skip_tokenizer_init=True,\n"
         "    max_model_len=512, max_num_seqs=16, num_kvcache_blocks=500, kvcache_block_size=16,\n"
-        "    gpu_memory_utilization=0.3)\n"
+        "    gpu_memory_utilization=0.9)\n"
         "print(*llm.engine.ranks.pids, flush=True)\n"
         "threading.Timer(1, os.kill, (llm.engine.ranks.pids[0], signal.SIGKILL)).start()\n"
         "while True:\n"
