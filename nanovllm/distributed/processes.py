@@ -153,13 +153,17 @@ class _State:
         if self.failure is None and not self.closing:
             self.failure = failure
             self.news.notify_all()
-            threading.Thread(target=self._free_waiters, name="failed rank", daemon=True).start()
+            # One thread each: NCCL may wait for a GPU that waits for the rank.
+            for target in (self._free_waiters, self._exit_if_stuck):
+                threading.Thread(target=target, name="failed rank", daemon=True).start()
 
     def _free_waiters(self) -> None:
         try:
             self._on_failure()
         except Exception:
             logger.debug("the group could not be aborted", exc_info=True)
+
+    def _exit_if_stuck(self) -> None:
         since = time.monotonic()
         while self.waiting and time.monotonic() - since < self._stuck_seconds:
             time.sleep(0.2)

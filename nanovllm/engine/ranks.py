@@ -208,9 +208,9 @@ class Leader(Ranks):
             if failure is None and _TIMED_OUT in str(error):
                 ranks = "rank 1" if self._size == 2 else f"one of the ranks 1 to {self._size - 1}"
                 failure = f"{ranks} did not come to a sum over the ranks for {self._config.rank_timeout:g} s; it hangs"
-            self._processes.expect_return(False)
             self._processes.fail(f"rank 0 of {self._size} failed: {type(error).__name__}: {error}")
             self.close()
+            self._processes.expect_return(False)
             if failure is not None and isinstance(error, RuntimeError):
                 raise RankError(failure) from error
             raise

@@ -207,6 +207,16 @@ def test_the_ranks_end_with_their_program(directory, end):
     assert (done.returncode == 0) == (end in ("exit", "delete")), done.stderr
 
 
+def test_a_program_that_cannot_be_freed_from_a_dead_rank_ends():
+    program = (
+        "import os, signal, time\nfrom nanovllm.distributed.processes import Processes\n"
+        "processes = Processes('tests.distributed.spmd', 2, {}, lambda: time.sleep(60), stuck_seconds=1.0)\n"
+        "processes.expect_return(True)\nos.kill(processes.pids[0], signal.SIGKILL)\ntime.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1 and "rank 1 of 2 was killed by signal 9" in done.stderr, done.stderr
+
+
 def test_a_rank_that_spins_ends_with_its_parent():
     child = (
         "from nanovllm.distributed.processes import exit_with_parent\n"
