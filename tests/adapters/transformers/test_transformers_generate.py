@@ -129,6 +129,10 @@ def test_the_results_are_the_same(ask, cache, captured, steps):
 def test_a_pickled_model_runs_its_own_code(options, captured):
     model = tiny("Qwen3").requires_grad_(False)
     expected = model.generate(**prompts("left"), **GREEDY, **options)
+    try:
+        torch.save(model, io.BytesIO())
+    except AttributeError:  # the package `kernels` puts local classes into it
+        pytest.skip("the model itself cannot be pickled")
     with put_in(model):
         model.generate(**prompts("left"), **GREEDY, **options)
         file = io.BytesIO()
