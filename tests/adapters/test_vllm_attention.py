@@ -8,14 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from nanovllm.adapters import vllm as plugin
 from nanovllm.kernels import attention_decode
 from nanovllm.kernels.ops import PagedKV
+from nanovllm.kernels.triton.counters import buffers
 from tests.adapters import vllm_stand_in
 
 NAME = "nanovllm.adapters.vllm_attention"
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 64
 SCALE = DIM**-0.5
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # there in Triton's interpreter
 pytestmark = pytest.mark.triton
 
 
@@ -40,10 +44,11 @@ def step(lens, **changes):
     num_blocks, width = 12, 4
     table = torch.stack([torch.randperm(num_blocks, generator=generator)[:width] for _ in lens]).int()
     layout = num_blocks, BLOCK, KV_HEADS, 2 * DIM  # in memory; vLLM's view of it has the heads first
-    cache = torch.randn(layout, generator=generator).half().transpose(1, 2)
-    given = {"num_actual_tokens": len(lens), "max_query_len": 1, "causal": True, "block_table": table,
-             "seq_lens": torch.tensor(lens, dtype=torch.int32), "max_seq_len": max(lens)} | changes  # fmt: skip
-    return SimpleNamespace(**given), cache, torch.randn(len(lens), HEADS, DIM, generator=generator).half()
+    cache = torch.randn(layout, generator=generator).half().to(DEVICE).transpose(1, 2)
+    lengths = torch.tensor(lens, dtype=torch.int32, device=DEVICE)
+    given = {"num_actual_tokens": len(lens), "max_query_len": 1, "causal": True, "block_table": table.to(DEVICE),
+             "seq_lens": lengths, "max_seq_len": max(lens)} | changes  # fmt: skip
+    return SimpleNamespace(**given), cache, torch.randn(len(lens), HEADS, DIM, generator=generator).half().to(DEVICE)
 
 
 def run(attention, given, cache, q, **options):
@@ -59,9 +64,36 @@ def test_a_decode_step(attention, lens, soft_cap):
     given, cache, q = step(lens)
     out, metadata = run(attention, given, cache, q, logits_soft_cap=soft_cap)
     assert metadata.unscheduled  # FlashAttention is not asked for a schedule
-    keys, values = (x.transpose(1, 2) for x in (cache[..., :DIM], cache[..., DIM:]))
-    kv = PagedKV(keys.contiguous(), values.contiguous(), given.block_table, given.seq_lens, 256)
-    torch.testing.assert_close(out, attention_decode.native(q, kv, SCALE, None, soft_cap or None), rtol=0, atol=2e-2)
+    torch.testing.assert_close(out, expected(given, cache, q, soft_cap or None), rtol=0, atol=2e-2)
+
+
+def expected(given, cache, q, soft_cap=None):
+    keys, values = (x.transpose(1, 2).contiguous() for x in (cache[..., :DIM], cache[..., DIM:]))
+    kv = PagedKV(keys, values, given.block_table, given.seq_lens, 256)
+    return attention_decode.native(q, kv, SCALE, None, soft_cap)
+
+
+@pytest.mark.gpu
+def test_a_graph_as_vllm_captures_it(attention):
+    """Warmed up with the shortest sequences, captured on the stream that `torch.cuda.graph` makes, then replayed.
+
+    Padding has a length of 0.
+    """
+    given, cache, q = step([1] * 5)
+    metadata, impl = attention.Builder().build(0, given), attention.Impl(HEADS, DIM, SCALE, KV_HEADS)
+    out = torch.full_like(q, 7)
+    with torch.inference_mode():
+        impl.forward(None, q, None, None, cache, metadata, out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            impl.forward(None, q, None, None, cache, metadata, out)
+            stream = torch.cuda.current_stream().cuda_stream
+    assert (q.device, stream) in buffers  # whose zeros were not written by the capture
+    for lens in ([250, 3, 64, 65, 0], [1, 256, 0, 2, 127]):
+        given.seq_lens.copy_(torch.tensor(lens))
+        q.copy_(torch.randn_like(q))
+        graph.replay()
+        torch.testing.assert_close(out, expected(given, cache, q), rtol=0, atol=2e-2)
 
 
 def test_a_graph_is_replayed_with_longer_sequences(attention, monkeypatch):
@@ -76,7 +108,10 @@ def test_a_graph_is_replayed_with_longer_sequences(attention, monkeypatch):
     "changes, options",
     [
         ({"max_query_len": 2}, {}),
-        ({"num_actual_tokens": 40, "seq_lens": torch.ones(40, dtype=torch.int32)}, {}),  # larger than any graph
+        (
+            {"num_actual_tokens": 40, "seq_lens": torch.ones(40, dtype=torch.int32, device=DEVICE)},
+            {},
+        ),  # larger than any graph
         ({"num_actual_tokens": 1}, {}),  # a request without a token
         ({"causal": False}, {}),
         ({"mm_prefix_range_tensor": torch.zeros(2, 1, 2)}, {}),

@@ -154,3 +154,19 @@ def test_a_saved_model_is_the_model(tmp_path):
         model.save_pretrained(tmp_path / "patched")
     for file in (tmp_path / "own").iterdir():
         assert file.read_bytes() == (tmp_path / "patched" / file.name).read_bytes()
+
+
+@pytest.mark.gpu
+def test_compiled_by_inductor():
+    """In one graph, whose nodes are calls of the ops."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+    model = tiny("Qwen3", torch.float32, **sizes).requires_grad_(False).to("cuda")
+    given = {name: x.cuda() for name, x in prompts("left").items()}
+    with torch.no_grad():
+        wanted = model(**given, use_cache=False).logits
+        with apply(model) as report:
+            assert report.replaced
+            torch._dynamo.reset()
+            got = torch.compile(model.forward, dynamic=False, fullgraph=True)(**given, use_cache=False).logits
+    real = given["attention_mask"].bool()
+    torch.testing.assert_close(got[real], wanted[real], rtol=0, atol=1e-3 * float(wanted.abs().max()))
