@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from nanovllm.adapters.inductor import OPS
-from nanovllm.adapters.vllm import OPS as IN_VLLM
+from nanovllm.adapters.vllm import ALL_OPS as IN_VLLM
 from tests.docs.runnable_markdown import REPOSITORY
 
 PAGE = (REPOSITORY / "docs" / "adapters.md").read_text()

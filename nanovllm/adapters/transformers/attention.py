@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from nanovllm.kernels.extra.attention_dense import dense_mask
 
 NAME = "nanovllm"
 CALL = "_nanovllm_attention"
-"""Of an attention module of a patched model: the `Call` of `attention_dense` that was selected for it."""
+"""Of an attention module of a patched model: what was `Chosen` for it."""
 RECORD = "_nanovllm_record"
 """Of a stand-in of an attention module: a list that takes a call's arguments in place of computing it."""
 
@@ -38,11 +39,21 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, plan_mask)
 
 
-def pickled() -> None:
-    """What is in the place of the ops in a model that is loaded from a pickle: it runs its own code. But its
-    configuration names this attention.
-    """
-    register_attention()
+@dataclass(frozen=True)
+class Chosen:
+    """The op that was selected for an attention module."""
+
+    call: Call
+
+    def __call__(self, *args: Any) -> Tensor:
+        return self.call(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chosen:
+        return self
+
+    def __reduce__(self) -> Any:
+        """A model that is loaded from a pickle runs its own code, but its configuration names this attention."""
+        return register_attention, ()
 
 
 def attention(
@@ -90,7 +101,7 @@ def attention(
             mask = dense_mask(plan[0], key.shape[2], plan[1], sliding_window)[:, None]
         rest = {**kwargs, "dropout": dropout, "scaling": scale}
         return _by_pytorch(module, query, key, value, mask, softcap, rest)
-    call: Call | Callable[..., Tensor] = module.__dict__.get(CALL) or attention_dense
+    call: Chosen | Callable[..., Tensor] = module.__dict__.get(CALL) or attention_dense
     return call(query, key, value, plan[0], scale, plan[1], sliding_window, softcap), None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.adapters.transformers.angles import Angles, unsuited_rotary
-from nanovllm.adapters.transformers.attention import CALL
+from nanovllm.adapters.transformers.attention import CALL, Chosen
 from nanovllm.adapters.transformers.attention_layer import (
     AttentionCalls,
     AttentionKind,
@@ -98,7 +98,7 @@ class Replacing:
 
     def choose(self, module: nn.Module, call: Call) -> None:
         """Let a module's attention function run this provider."""
-        self._patches.set_attribute(module, CALL, call)
+        self._patches.set_attribute(module, CALL, Chosen(call))
 
     def _call(self, op: str, weight: torch.Tensor) -> Call | str:
         return (

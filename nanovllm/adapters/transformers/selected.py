@@ -36,14 +36,6 @@ class Call:
     fn: Callable[..., Any]
     fresh: bool = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Call:
-        return self
-
-    def __reduce__(self) -> Any:
-        from nanovllm.adapters.transformers.attention import pickled
-
-        return pickled, ()
-
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             # The reference is traced, and an inductor fuses it. Other providers are one node of the graph.

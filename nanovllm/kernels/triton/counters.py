@@ -1,5 +1,7 @@
 """Counters of programs that have arrived, for kernels whose last program finishes what the others began."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import triton
 
@@ -19,12 +21,30 @@ def arrival_counters(device: torch.device, count: int) -> torch.Tensor:
     stream = triton.runtime.driver.active.get_current_stream(device.index) if device.type == "cuda" else 0
     buffer = buffers.get((device, stream))
     if buffer is None or buffer.shape[0] < count:
-        buffer = torch.zeros(max(count, _COUNTERS), dtype=torch.int32, device=device)
+        count = max(count, _COUNTERS)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return buffer
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        buffer = _lasting_zeros(count, device)
         _kept.append(buffer)
         buffers[device, stream] = buffer
     return buffer
+
+
+def _lasting_zeros(count: int, device: torch.device) -> torch.Tensor:
+    """int32 zeros [count] that outlive the call. They are made in a thread and on a stream of their own, since what the
+    caller allocates may go into a pool of memory: torch.compile refuses CUDA graphs in whose pool a tensor stays.
+    """
+
+    def make() -> torch.Tensor:
+        if device.type != "cuda":
+            return torch.zeros(count, dtype=torch.int32, device=device)
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+            zeros = torch.zeros(count, dtype=torch.int32, device=device)
+            torch.cuda.current_stream().synchronize()
+        return zeros
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make).result()
 
 
 # Graphs hold addresses, not references: no buffer that one may have recorded is ever freed.
