@@ -8,12 +8,14 @@
 
 #include <vector>
 
-#include "maths.h"
 #include "all_tiles.h"
+#include "amx.h"
+#include "maths.h"
 
 namespace nanovllm {
 
 constexpr int EXACT_PARTS = 3;
+constexpr int AMX_TOKENS = 32;  // from which on AMX is faster: weights take a while to become what it reads
 
 // 32 activations of a token as integers of P parts: x = step * (parts[0] + 256 parts[1] + 65536 parts[2]).
 template <int P>
@@ -23,27 +25,37 @@ struct alignas(64) Integers {
     float step, sum;     // sum: of the activations
 };
 
+// What AMX reads starts with a cache line: loads across two take twice as long.
+struct alignas(64) Line {
+    uint16_t values[GROUP];
+};
+
 // Activations of `count` tokens, padded with zeros to whole super-blocks of 256 columns.
 struct Tokens {
     int64_t count, stride;  // elements of a row
     const float* values;    // [count][stride]
     const void* integers;   // Integers<P> [count][groups], if the weights are quantised
+    const uint16_t* splits;  // [count][EXACT_PARTS][split_stride()], bfloat16 that add up to the floats; null: not by AMX
 
     int64_t groups() const { return stride / GROUP; }
     template <int P>
     const Integers<P>* group(int64_t token, int64_t g) const {
         return (const Integers<P>*)integers + token * groups() + g;
     }
+    // Rows that are a power of two apart would share a few sets of a cache.
+    int64_t split_stride() const { return stride + GROUP; }
 };
 
 // Rows of activations. Fill a row, then `finish` it.
 class Activations {
    public:
-    // parts: of the integers; 0: the products read floats alone.
-    Activations(int64_t count, int64_t width, int parts)
+    // parts: of the integers that quantised weights are multiplied with, or 0. has_floats: other weights are floats.
+    Activations(int64_t count, int64_t width, int parts, bool has_floats)
         : stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
         const size_t groups = (size_t)count * stride_ / GROUP;
-        if (parts == 1) one_.resize(groups);
+        const bool by_amx = count >= AMX_TOKENS && has_amx();
+        if (by_amx && (parts == 1 || has_floats)) splits_.resize((groups + count) * EXACT_PARTS);
+        if (parts == 1 && !by_amx) one_.resize(groups);
         if (parts == EXACT_PARTS) exact_.resize(groups);
     }
 
@@ -51,15 +63,17 @@ class Activations {
     int64_t stride() const { return stride_; }
 
     void finish(int64_t i) {
+        if (!splits_.empty()) split(row(i), &splits_[i * EXACT_PARTS * (stride_ / GROUP + 1)]);
         for (int64_t g = 0; g < stride_ / GROUP; g++) {
             const int64_t at = i * (stride_ / GROUP) + g;
-            if (parts_ == 1) to_integers(row(i) + g * GROUP, one_[at]);
-            if (parts_ == EXACT_PARTS) to_integers(row(i) + g * GROUP, exact_[at]);
+            if (!one_.empty()) to_integers(row(i) + g * GROUP, one_[at]);
+            if (!exact_.empty()) to_integers(row(i) + g * GROUP, exact_[at]);
         }
     }
 
     Tokens tokens(int64_t count) const {
-        return {count, stride_, values_.data(), parts_ == 1 ? (const void*)one_.data() : exact_.data()};
+        return {count, stride_, values_.data(), parts_ == 1 ? (const void*)one_.data() : exact_.data(),
+                splits_.empty() ? nullptr : splits_[0].values};
     }
 
    private:
@@ -85,11 +99,26 @@ class Activations {
         to.sum = to.step * (float)total;
     }
 
+    // Three bfloat16 that add up to each float: they have 8 bits each, and a sign.
+    void split(const float* from, Line* to) const {
+#if defined(NANOVLLM_AMX)
+        for (int64_t i = 0; i < stride_; i += LANES) {
+            __m512 rest = _mm512_loadu_ps(from + i);
+            for (int p = 0; p < EXACT_PARTS; p++) {
+                const __m256i part = (__m256i)_mm512_cvtneps_pbh(rest);
+                _mm256_storeu_si256((__m256i*)(to->values + p * (stride_ + GROUP) + i), part);
+                rest = _mm512_sub_ps(rest, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
+            }
+        }
+#endif
+    }
+
     int64_t stride_;
     int parts_;
     std::vector<float> values_;
     std::vector<Integers<1>> one_;
     std::vector<Integers<EXACT_PARTS>> exact_;
+    std::vector<Line> splits_;
 };
 
 }  // namespace nanovllm

@@ -114,7 +114,7 @@ void nanovllm_rows(Threads* threads, const Weight* w, const int64_t* ids, int64_
 
 // out [count][rows] = x [count][columns] times the weight's transpose.
 void nanovllm_product(Threads* threads, const Weight* w, const float* x, int64_t count, float* out) {
-    Activations activations(count, w->columns, w->parts);
+    Activations activations(count, w->columns, w->parts, w->parts == 0);
     each_token(*threads, count, [&](int64_t t) {
         std::memcpy(activations.row(t), x + t * w->columns, w->columns * sizeof(float));
         activations.finish(t);

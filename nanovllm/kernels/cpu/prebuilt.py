@@ -47,6 +47,12 @@ class Variant:
 
 
 VARIANTS = (
+    Variant(
+        "amx",
+        "x86_64",
+        ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        _X86_V4 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"},
+    ),  # fmt: skip
     Variant("avx512_vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _X86_V4 | {"avx512_vnni"}),
     Variant("avx_vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _X86_V3 | {"avx_vnni"}),
     Variant("avx2", "x86_64", ("-march=x86-64-v3",), _X86_V3),

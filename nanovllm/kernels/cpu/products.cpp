@@ -2,6 +2,7 @@
 // each holds the formats whose number leaves that remainder.
 #include "products.h"
 
+#include "amx_products.h"
 #include "dots.h"
 
 namespace nanovllm {
@@ -195,6 +196,9 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
     const Output& out = product.out;
     with_tile<NANOVLLM_PARTS, PART>(w.format, [&](auto format) {
         using T = decltype(format);
+#if defined(NANOVLLM_AMX)
+        if (x.splits && w.parts < EXACT_PARTS) return amx_tiles<T>(w, begin, end, x, out);
+#endif
         if constexpr (!T::IS_FLOATS) {
             if (w.parts == 1) quantised_tiles<T, 1>(w, begin, end, x, out);
             else quantised_tiles<T, EXACT_PARTS>(w, begin, end, x, out);

@@ -36,7 +36,7 @@ static void products_of_every_format(Threads* threads) {
                     const std::vector<int64_t> ids = {rows - 1, 0};
                     std::vector<float> out(2 * columns);
                     nanovllm_rows(threads, &w, ids.data(), 2, out.data());
-                    for (int64_t count : {1, 2, 3, 7, 8, 9, 15, 17}) {
+                    for (int64_t count : {1, 2, 3, 7, 8, 9, 15, 17, 53}) {
                         std::vector<float> result(count * rows);
                         std::vector<float> x = floats(count * columns);
                         if (count % 2) x[rand() % x.size()] = NAN, x[rand() % x.size()] = INFINITY;

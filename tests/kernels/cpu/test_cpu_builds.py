@@ -38,12 +38,13 @@ def test_sanitizers_find_nothing(tmp_path, arch, sanitizer):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not ON_X86, reason="for x86-64")
-@pytest.mark.parametrize("arch", ["x86-64", "x86-64-v3", "alderlake"])
-def test_every_kind_of_processor_gives_the_same(arch):
-    """Without AVX2, which is the plain C++; with AVX2; with AVX-VNNI."""
-    flags = Path("/proc/cpuinfo").read_text()
-    if arch == "alderlake" and " avx_vnni " not in flags:
-        pytest.skip("this processor has no AVX-VNNI")
+@pytest.mark.parametrize("arch, needs", [
+    ("x86-64", "lm"), ("x86-64-v3", "avx2"), ("alderlake", "avx_vnni"), ("icelake-server", "avx512_vnni"),
+])  # fmt: skip
+def test_every_kind_of_processor_gives_the_same(arch, needs):
+    """Without AVX2, which is the plain C++; with AVX2; with AVX-VNNI; with AVX-512 and without AMX."""
+    if f" {needs} " not in Path("/proc/cpuinfo").read_text():
+        pytest.skip(f"this processor has no {needs}")
     files = (HERE / f"test_cpu_{name}.py" for name in ("products", "checkpoint_formats", "sample"))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", *files],

@@ -20,6 +20,7 @@ HASWELL = "flags\t\t: fpu sse4_2 movbe f16c abm bmi1 avx2 bmi2 fma"
 ALDER_LAKE = f"{HASWELL} avx_vnni"
 SKYLAKE_SERVER = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl"
 ICE_LAKE = f"{SKYLAKE_SERVER} avx512_vnni"
+SAPPHIRE_RAPIDS = f"{ICE_LAKE} avx_vnni avx512_bf16 amx_bf16 amx_tile amx_int8"
 GRAVITON_2 = "Features\t: fp asimd asimdhp asimddp"
 
 
@@ -54,7 +55,8 @@ def add(directory, name, content=b"a library", key=KEY):
     [
         (HASWELL, "x86_64", "avx2"), (ALDER_LAKE, "x86_64", "avx_vnni"), (SKYLAKE_SERVER, "x86_64", "avx2"),
         (ICE_LAKE, "x86_64", "avx512_vnni"), (f"{ICE_LAKE} avx_vnni", "x86_64", "avx512_vnni"),
-        (GRAVITON_2, "aarch64", "dotprod"), ("Features : fp asimd", "aarch64", None),
+        (SAPPHIRE_RAPIDS, "x86_64", "amx"), (GRAVITON_2, "aarch64", "dotprod"),
+        ("Features : fp asimd", "aarch64", None),
         ("flags : sse4_2", "x86_64", None), (HASWELL.replace("fma", ""), "x86_64", None), (HASWELL, "riscv64", None),
     ],
 )  # fmt: skip

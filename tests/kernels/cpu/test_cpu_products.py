@@ -81,17 +81,30 @@ def test_int8_activations_round_to_a_127th_of_their_group(format):
     assert relative_error(packed.product(x), x.double() @ weight.double().T) > 1e-3
 
 
+@pytest.mark.parametrize("format", [*sorted(HALVES), "INT4_32", "INT4_128"])
+def test_many_tokens_are_as_exact_as_few_with_int8_activations(format):
+    """With AMX they are multiplied in another way."""
+    packed, weight = random_matrix(format, 37, 512, activations="int8")
+    x = torch.randn(77, 512)
+    want = x.double() @ weight.double().T
+    few = torch.cat([packed.product(part) for part in x.split(8)])
+    assert 1e-4 < relative_error(packed.product(x), want) < 1.05 * relative_error(few, want)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_activations_that_are_not_finite_stay_so(value):
-    packed, _ = random_matrix("Q4_1", 16, 256)
-    x = torch.randn(2, 256)
-    x[1, 200] = value
-    product = packed.product(x)
-    assert product[0].isfinite().all() and not product[1].isfinite().any()
+    for format, activations, count in (
+        ("Q4_1", "float32", 2), ("Q4_1", "int8", 2), ("Q4_1", "int8", 40), ("BF16", "float32", 40),
+    ):  # fmt: skip
+        packed, _ = random_matrix(format, 16, 256, activations=activations)
+        x = torch.randn(count, 256)
+        x[1, 200] = value
+        finite = packed.product(x).isfinite()
+        assert finite[0].all() and not finite[1].any() and finite[2:].all(), (format, activations, count)
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.sampled_from(sorted(DTYPES)), st.integers(1, 50), st.integers(1, 300), st.integers(0, 30))
+@given(st.sampled_from(sorted(DTYPES)), st.integers(1, 50), st.integers(1, 300), st.integers(0, 70))
 def test_plain_matrices_have_any_size(format, rows, columns, count):
     packed, weight = random_matrix(format, rows, columns, seed=columns)
     x = torch.randn(count, columns)
