@@ -47,9 +47,10 @@ inline void split_tile(const uint8_t* tile, int64_t groups, uint16_t* to) {
         column_pairs<T>(tile + g / T::GROUPS * T::BYTES, (int)(g % T::GROUPS), [&](Floats a, Floats b, int k) {
 #pragma GCC unroll 3
             for (int p = 0; p < PARTS; p++) {
-                const Ints high = (Ints)b + 0x8000, low = (Ints)a + 0x8000;  // to the nearest
-                constexpr int32_t upper = (int32_t)0xffff0000;
-                store(to + ((p * groups + g) * PAIRS + k / 2) * 2 * ROWS, (high & upper) | (Ints)_mm512_srli_epi32((__m512i)low, 16));
+                typedef uint32_t Bits __attribute__((vector_size(64)));
+                const Bits high = (Bits)b + 0x8000, low = (Bits)a + 0x8000;  // to the nearest
+                constexpr uint32_t upper = 0xffff0000;
+                store(to + ((p * groups + g) * PAIRS + k / 2) * 2 * ROWS, (high & upper) | (low >> 16));
                 a -= (Floats)(low & upper);
                 b -= (Floats)(high & upper);
             }
