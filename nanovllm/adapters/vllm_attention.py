@@ -7,6 +7,7 @@ request: it costs the GPU less than FlashAttention, and the host more, which a g
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -71,7 +72,8 @@ class Impl(FlashAttentionImpl):
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
-        prepare_capture(query.device, call.num_seqs * self.num_kv_heads)
+        if query.is_cuda and not torch.cuda.is_current_stream_capturing():
+            make_counters(query.device)
         attention_decode(call.q, call.kv, call.scale, None, call.soft_cap, out=output[: call.num_seqs])
         return output
 
@@ -118,15 +120,11 @@ class Backend(FlashAttentionBackend):
         return Builder
 
 
-def prepare_capture(device: torch.device, count: int) -> None:
+@functools.cache
+def make_counters(device: torch.device) -> None:
     """Before a capture, make the counters of the stream on which `torch.cuda.graph` captures by default. Within it they
     would be cleared by every launch.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return
     torch.cuda.graph(torch.cuda.CUDAGraph())  # makes that stream, if it is the first
-    stream = torch.cuda.graph.default_capture_stream
-    assert stream is not None
-    with torch.cuda.stream(stream):
-        arrival_counters(device, count)
-    torch.cuda.current_stream(device).wait_stream(stream)
+    with torch.cuda.stream(torch.cuda.graph.default_capture_stream):
+        arrival_counters(device, 1)
