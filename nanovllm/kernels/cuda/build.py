@@ -128,6 +128,7 @@ def sources(folder: Path = SOURCES) -> dict[str, bytes]:
 
 def arch_flag(capability: tuple[int, int], known: list[str] | None = None) -> str:
     """nvcc's option to compile for a GPU. One newer than PyTorch's own kernels gets PTX, which its driver compiles.
+    Hopper gets its instructions that no later GPU has.
 
     Args:
         known: what PyTorch was compiled for, for example ["sm_80", "sm_90"]; None: ask PyTorch.
@@ -136,7 +137,8 @@ def arch_flag(capability: tuple[int, int], known: list[str] | None = None) -> st
     wanted = 10 * capability[0] + capability[1]
     newest = max((int(found[1]) for a in known if (found := re.match(r"sm_(\d+)", a))), default=wanted)
     if wanted <= newest:
-        return f"-gencode=arch=compute_{wanted},code=sm_{wanted}"
+        name = "90a" if wanted == 90 else wanted
+        return f"-gencode=arch=compute_{name},code=sm_{name}"
     return f"-gencode=arch=compute_{newest},code=compute_{newest}"
 
 

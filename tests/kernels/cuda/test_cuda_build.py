@@ -142,7 +142,7 @@ def test_the_name_changes_with_everything_that_matters(monkeypatch):
 
 def test_architecture():
     known = ["sm_80", "sm_90", "sm_120", "compute_120"]
-    assert build.arch_flag((9, 0), known) == "-gencode=arch=compute_90,code=sm_90"
+    assert build.arch_flag((9, 0), known) == "-gencode=arch=compute_90a,code=sm_90a"
     assert build.arch_flag((8, 9), known) == "-gencode=arch=compute_89,code=sm_89"
     assert build.arch_flag((12, 1), known) == "-gencode=arch=compute_120,code=compute_120"
 

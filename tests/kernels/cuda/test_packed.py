@@ -14,11 +14,16 @@ from nanovllm.kernels.cuda.packed import library, products
 from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
     RING_STAGES,
+    WIDE_STAGES,
+    WIDE_TOKENS,
+    PackedCudaPlan,
     ScalePlane,
     phases_of,
     plan_packed_cuda,
     plan_ring,
+    plan_wide,
     turns_of_a_phase,
+    wide_shared_bytes,
 )
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES, dequantise_gguf
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
@@ -97,6 +102,49 @@ def test_values(kind, rows, size, device, launches):
         check(first, x, values, bias)
         assert all(torch.equal(first, product(x, operands, bias)) for _ in range(3)), "other bits in another run"
     assert len(launches) == 20
+
+
+@pytest.fixture
+def hopper(device):
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, size", [(24570, 1408), (4096, 12288)])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
+    operands, values = make("int4", rows, size, hopper, zeros=zeros)
+    sums = rows == 4096
+    for tokens in (17, 32, 33, 64, 100, 128):
+        x = torch.randn(tokens, size, dtype=BF16, device=hopper)
+        if sums:
+            weight = products._operands(x, *operands, sums=True)
+            check(products._run(x, weight, None, sums=True).sum(0).to(BF16), x, values)
+            continue
+        bias = torch.randn(rows, dtype=BF16, device=hopper)
+        first = product(x, operands, bias)
+        check(first, x, values, bias)
+        assert torch.equal(first, product(x, operands, bias)), "other bits in another run"
+        gated = products.linear_packed_silu_and_mul(x, *operands)
+        torch.testing.assert_close(gated, ops.silu_and_mul.native(product(x, operands)), rtol=2**-7, atol=1e-5)
+    assert len(launches) == (6 if sums else 24)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, scale_dtype", [(BF16, BF16), (BF16, torch.float16), (torch.float16, torch.float16)])
+@pytest.mark.parametrize("group, zeros", [(128, False), (512, True), (2048, False)])
+def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
+    """Any number of warpgroups, rows that no block fills, and splits of which the last is short."""
+    operands, values = make("int4", 200, 2048, hopper, group, zeros, scale_dtype)
+    for tokens in (1, 31, 64, 100):
+        x = torch.randn(tokens, 2048, dtype=dtype, device=hopper)
+        weight = products._operands(x[:1], *operands)
+        for groups in (1, 2, 3):
+            for splits in (1, 3, 16):
+                plan = PackedCudaPlan(groups, 4 * groups + 4, splits, 4)
+                check(products._run(x, weight, None, sums=True, plan=plan).sum(0).to(dtype), x, values)
 
 
 @pytest.mark.gpu
@@ -220,18 +268,34 @@ def test_blocks_of_the_ring_have_room(four, tokens):
     assert ScalePlane(2, 1).room(4) >= 3 * 2 + 14  # four steps from an odd one have parts of three pairs
 
 
+def test_plans_of_many_tokens():
+    """Large weights have a plan if its blocks keep most multiprocessors busy; they have room in shared memory."""
+    header = (Path(library.FOLDER) / "packed.cuh").read_text()
+    assert f"WIDE_STAGES = {WIDE_STAGES};" in header and f"WIDE_TOKENS = {WIDE_TOKENS};" in header
+    most_warps = int(re.search(r"WIDE_THREADS = (\d+);", header)[1]) // 32
+    for rows, groups, sums, splits in ((24576, 32, False, 1), (4096, 96, True, 6), (151936, 32, False, 1)):
+        plan = plan_wide(rows, groups, 132, sums)
+        assert plan.splits == splits and plan.fragments == 4
+        assert plan.warps == 4 * plan.row_warps + 4 <= most_warps
+        assert wide_shared_bytes(plan, 17) < wide_shared_bytes(plan, WIDE_TOKENS) <= 227 * 1024
+    for rows, groups, sums in ((6144, 32, False), (4096, 32, True), (13440, 32, False), (4096, 96, False)):
+        assert plan_wide(rows, groups, 132, sums) is None
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["int4", "k_planes", "ring"])
+@pytest.mark.parametrize("source", ["int4", "k_planes", "ring", "wide", "wide_zero"])
 def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
     if build.toolchain_reason() is not None and build.cuda_home() is None:
         pytest.skip("needs nvcc")
     nvcc, file = build.cuda_home() / "bin" / "nvcc", tmp_path / "kernels.ptx"
-    flags = ["-O3", "-std=c++17", "-arch=sm_90", "-ptx"]
+    flags = ["-O3", "-std=c++17", "-arch=sm_90a", "-ptx"]
     subprocess.run([nvcc, *flags, "-o", file, Path(library.FOLDER) / f"{source}.cu"], check=True)
     kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
     assert kernels
     for ptx in kernels:
-        assert "mma.sync.aligned.m16n8k16" in ptx
-        load = "cp.async.cg.shared.global.L2::128B" if source == "ring" else "ld.global.nc.L1::no_allocate.L2::128B.v4"
-        wait, first = ptx.index("griddepcontrol.wait"), ptx.index(load)
+        wide = source.startswith("wide")
+        assert ("wgmma.mma_async.sync.aligned.m64n" if wide else "mma.sync.aligned.m16n8k16") in ptx
+        copied = wide or source == "ring"
+        load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
+        wait, first = ptx.rindex("griddepcontrol.wait"), ptx.index(load)
         assert first < wait  # weights, which never change, are read before the kernel in front has ended

@@ -1,4 +1,5 @@
 """Products of few tokens with weights of 4 and 8 bits, in CUDA C++.
 
-`product.cuh` is the kernel. `products.py` has the ops, and says which calls the kernel takes.
+`product.cuh` is the kernel; `ring.cuh` is that of Q4_K and Q6_K, `wide.cuh` that of int4 with 17 to 128 tokens.
+`products.py` has the ops, and says which calls the kernels take.
 """

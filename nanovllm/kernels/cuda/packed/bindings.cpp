@@ -32,15 +32,18 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
       static_cast<const uint8_t*>(data(zero)), data(bias), y.mutable_data_ptr(), numbers[0], u(1), u(2), u(3), u(4), u(5),
       u(6), n(7), n(8), n(9), n(10), n(11), n(12), n(13), n(14), n(15), n(16),
       {n(17), n(18), n(19), n(20), n(21)}};
-  TORCH_CHECK_VALUE(p.tokens >= 1 && p.tokens <= MAX_TOKENS, "x: expected 1 to ", MAX_TOKENS, " tokens");
   const Launch how{n(22), n(23), n(24), n(25)};
+  const int most = how.fragments == 4 ? WIDE_TOKENS : MAX_TOKENS;
+  TORCH_CHECK_VALUE(p.tokens >= 1 && p.tokens <= most, "x: expected 1 to ", most, " tokens");
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();
   const Real real = real_of(x);
   const auto storage = static_cast<Storage>(storage_);
   cudaError_t error;
   if (storage <= Storage::int4_zero) {
-    error = int4_product(p, how, real, real_of(*scale), storage == Storage::int4_zero, stream);
+    const bool zeros = storage == Storage::int4_zero;
+    error = how.fragments == 0 ? int4_product(p, how, real, real_of(*scale), zeros, stream)
+                               : (zeros ? wide_zero_product : wide_product)(p, how, real, real_of(*scale), stream);
   } else if (storage <= Storage::int8_zero) {
     error = int8_product(p, how, real, real_of(*scale), storage == Storage::int8_zero, stream);
   } else {

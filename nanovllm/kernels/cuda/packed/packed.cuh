@@ -36,8 +36,8 @@ struct Product {
   uint32_t d, m, sc, mn;  // where the planes of a row begin, in bytes
   int32_t tokens, rows;
   int32_t steps, split_steps;  // of a row and of a split; a step is 128 columns of 4-bit weights, 64 of 8-bit ones
-  int32_t phase_turns;         // turns for which x is in shared memory; in a turn every warp takes a step
-  int32_t row_warps;           // warps of a block that have rows of their own; the others share columns
+  int32_t phase_turns;         // turns for which x is in shared memory; in a turn every warp takes a step. wide: stages of x
+  int32_t row_warps;           // warps (wide: warpgroups) of a block that have rows of their own; the others share columns
   int32_t step_shift;          // groups have 2^step_shift steps
   int32_t middle;              // the zero point of all weights
   int32_t gated;               // y = silu(gate) * up; the first half of the rows is the gate
@@ -47,15 +47,20 @@ struct Product {
 
 struct Launch {
   int32_t splits, warps, shared_bytes;
-  int32_t fragments;  // ring: of 16 rows, that a warp has; 0: not the kernel of ring.cuh
+  int32_t fragments;  // of 16 rows. ring: 1 or 2, that a warp has. wide: 4, that a warpgroup has. 0: the kernel of product.cuh
 };
 
 constexpr int MAX_TOKENS = 16;
 constexpr int RING_STAGES = 6;  // ring: steps of a warp whose weights are on their way
 constexpr int RING_WARPS = 12;  // ring: of a block, at most
+constexpr int WIDE_TOKENS = 128;
+constexpr int WIDE_STAGES = 6;  // wide: steps of a warp whose weights are on their way
+constexpr int WIDE_THREADS = 512;
 
 // Enqueue the product for x of type `x` and scales of type `scale`. The sources hold one storage each.
 cudaError_t int4_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
+cudaError_t wide_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);       // int4, on Hopper
+cudaError_t wide_zero_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);  // int4_zero, on Hopper
 cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
 cudaError_t planes_product(const Product&, const Launch&, Storage, cudaStream_t);  // x: bfloat16
 cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16

@@ -13,6 +13,16 @@ RING_STAGES = 6
 """Steps of a warp whose weights are on their way, in the kernel of ring.cuh; as in packed.cuh."""
 _RING_SHARED_BYTES = 113 * 1024
 """Of a block of that kernel, at most, with up to 8 warps and 8 tokens: two have room. Others have twice as much."""
+WIDE_TOKENS = 128
+"""Of the kernel of wide.cuh, at most."""
+WIDE_STAGES = 6
+"""Steps of a warp whose weights are on their way in that kernel; as in packed.cuh."""
+WIDE_X_STAGES = 4
+"""Steps of x that have room in shared memory there."""
+_WIDE_ROWS = 192
+"""Of a block there."""
+_WIDE_GROUPS = 1 << 18
+"""Groups of 128 columns that a weight has at least for that kernel."""
 _ROW_BLOCKS = 2
 """Blocks a multiprocessor from which on few warps share a row."""
 _LARGE_ROWS = 16384
@@ -26,13 +36,15 @@ class PackedCudaPlan:
     """How a product is cut into blocks."""
 
     row_warps: int
-    """Warps of a block with rows of their own."""
+    """Warps of a block with rows of their own; of the kernel of wide.cuh, groups of four."""
     warps: int
-    """Of a block: `row_warps` times those that share the columns of a row."""
+    """Of a block: `row_warps` times those that share the columns of a row. In wide.cuh four more copy x."""
     splits: int
     """Blocks that share the columns of the same rows. More than one leave sums, which another kernel adds."""
     fragments: int = 0
-    """Of 16 rows, that a warp has in the kernel of ring.cuh, 1 or 2. 0: the other kernel."""
+    """Of 16 rows, that a warp has in the kernel of ring.cuh, 1 or 2, or a warpgroup in that of wide.cuh, 4. 0: the
+    kernel of product.cuh.
+    """
 
 
 @functools.cache
@@ -77,6 +89,25 @@ def plan_ring(four: bool, rows: int, tokens: int, sums: bool, small: bool = Fals
     if large:
         return None if four else PackedCudaPlan(4, 8, 1, 2)
     return PackedCudaPlan(3, 12, 1, 1)
+
+
+def plan_wide(rows: int, groups: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
+    """For int4 and 17 to 128 tokens, where the kernel of wide.cuh was faster on an H200 than Triton's for the shapes of
+    Qwen3-8B (docs/log/kernels.md): large weights, of which blocks of 192 rows keep the multiprocessors busy. None
+    elsewhere.
+    """
+    blocks = -(-rows // _WIDE_ROWS)
+    splits = max(1, min(multiprocessors // blocks, groups // _LEAST_STEPS)) if sums else 1
+    waves = -(-blocks * splits // multiprocessors)
+    if rows * groups < _WIDE_GROUPS or 4 * blocks * splits < 3 * waves * multiprocessors:
+        return None
+    return PackedCudaPlan(3, 16, splits, 4)
+
+
+def wide_shared_bytes(plan: PackedCudaPlan, tokens: int) -> int:
+    """Of a block of the kernel of wide.cuh: the weights on their way, and x with barriers."""
+    width = max(32, 1 << (tokens - 1).bit_length())
+    return plan.row_warps * WIDE_STAGES * 4096 + WIDE_X_STAGES * (width * 256 + 16)
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,77 @@ struct Scales {
   uint32_t scale, minimum, part_scale, part_minimum, zero;
 };
 
+// 8 columns of x, in the order of the decoded pairs.
+template <bool FOUR>
+__device__ __forceinline__ void store_pairs(uint32_t to, const uint4& v) {
+  if constexpr (FOUR) {  // columns (0, 4), (1, 5), (2, 6), (3, 7)
+    store_shared(to, __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
+                 __byte_perm(v.y, v.w, 0x7632));
+  } else {  // (0, 2), (1, 3), (4, 6), (5, 7)
+    store_shared(to, __byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410),
+                 __byte_perm(v.z, v.w, 0x7632));
+  }
+}
+
+// The sums of warps that share columns, added in order. False: another warp has the result. barrier: of all those warps.
+template <int FR, int NT, typename Barrier>
+__device__ __forceinline__ bool add_column_warps(float (&acc)[FR][NT][4], uint8_t* shared, int row_warp, int column_warp,
+                                                 int column_warps, Barrier barrier) {
+  constexpr int COUNT = FR * NT * 4;
+  if (column_warps == 1) return true;
+  float* sums = reinterpret_cast<float*>(shared) + row_warp * (column_warps - 1) * COUNT * 32 + (threadIdx.x & 31);
+  barrier();
+  if (column_warp > 0) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) sums[((column_warp - 1) * COUNT + i) * 32] = (&acc[0][0][0])[i];
+  }
+  barrier();
+  if (column_warp > 0) return false;
+  for (int w = 0; w < column_warps - 1; ++w) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) (&acc[0][0][0])[i] += sums[(w * COUNT + i) * 32];
+  }
+  return true;
+}
+
+// y, of the fragments of a warp. row(f, h): of fragment f, h is 0 or 1 for this lane's row of the first or the last eight.
+template <typename T, int FR, int NT, typename Row>
+__device__ __forceinline__ void store_results(const Product& p, const float (&acc)[FR][NT][4], Row row) {
+  const int t = threadIdx.x & 3, half = p.rows >> 1;
+  const T* bias = static_cast<const T*>(p.bias);
+#pragma unroll
+  for (int f = 0; f < FR; ++f) {
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = n * 8 + 2 * t + e;
+        if (token >= p.tokens) continue;
+        if (p.gated) {
+          const int r = row(f, 0);
+          if (r >= half) continue;
+          const float gate = Half<T>::widen(Half<T>::narrow(acc[f][n][e])), up = Half<T>::widen(Half<T>::narrow(acc[f][n][2 + e]));
+          const float silu = Half<T>::widen(Half<T>::narrow(gate / (1.0f + __expf(-gate))));
+          static_cast<T*>(p.y)[int64_t(token) * half + r] = Half<T>::narrow(silu * up);
+        } else {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int r = row(f, h);
+            if (r >= p.rows) continue;
+            float v = acc[f][n][2 * h + e];
+            if (p.sums) {
+              static_cast<float*>(p.y)[(int64_t(blockIdx.y) * p.tokens + token) * p.rows + r] = v;
+            } else {
+              if (bias) v += Half<T>::widen(bias[r]);
+              static_cast<T*>(p.y)[int64_t(token) * p.rows + r] = Half<T>::narrow(v);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 template <typename T, typename SCALE, Storage STORAGE, int NT>
 __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Product p) {
   using K = Traits<STORAGE>;
@@ -218,14 +289,7 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
       for (int c = lane; c < count; c += 32) {
         const uint4 v = *reinterpret_cast<const uint4*>(x + token * p.x_stride + c * 8);
         const int place = FOUR ? c ^ ((c >> 3) & 1) ^ (odd << 1) : c ^ odd;
-        const uint32_t to = x_shared + token * token_bytes + place * 16;
-        if constexpr (FOUR) {  // columns (0, 4), (1, 5), (2, 6), (3, 7)
-          store_shared(to, __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                       __byte_perm(v.y, v.w, 0x7632));
-        } else {  // (0, 2), (1, 3), (4, 6), (5, 7)
-          store_shared(to, __byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410),
-                       __byte_perm(v.z, v.w, 0x7632));
-        }
+        store_pairs<FOUR>(x_shared + token * token_bytes + place * 16, v);
       }
     }
   };
@@ -356,57 +420,8 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
     }
   }
 
-  // The column warps' sums, added in order.
-  float* sums = reinterpret_cast<float*>(shared);
-  constexpr int COUNT = FR * NT * 4;
-  if (column_warps > 1) {
-    __syncthreads();
-    if (column_warp > 0) {
-      float* to = sums + (row_warp * (column_warps - 1) + column_warp - 1) * COUNT * 32 + lane;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) to[i * 32] = (&acc[0][0][0])[i];
-    }
-    __syncthreads();
-    if (column_warp > 0) return;
-    for (int w = 0; w < column_warps - 1; ++w) {
-      const float* from = sums + (row_warp * (column_warps - 1) + w) * COUNT * 32 + lane;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) (&acc[0][0][0])[i] += from[i * 32];
-    }
-  }
-
-  const T* bias = static_cast<const T*>(p.bias);
-#pragma unroll
-  for (int f = 0; f < FR; ++f) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int token = n * 8 + 2 * t + e;
-        if (token >= tokens) continue;
-        if (p.gated) {
-          const int r = row[f][0], half = p.rows >> 1;
-          if (r >= half) continue;
-          const float gate = Half<T>::widen(Half<T>::narrow(acc[f][n][e])), up = Half<T>::widen(Half<T>::narrow(acc[f][n][2 + e]));
-          const float silu = Half<T>::widen(Half<T>::narrow(gate / (1.0f + __expf(-gate))));
-          static_cast<T*>(p.y)[int64_t(token) * half + r] = Half<T>::narrow(silu * up);
-        } else {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int r = row[f][h];
-            if (r >= p.rows) continue;
-            float v = acc[f][n][2 * h + e];
-            if (p.sums) {
-              static_cast<float*>(p.y)[(int64_t(blockIdx.y) * tokens + token) * p.rows + r] = v;
-            } else {
-              if (bias) v += Half<T>::widen(bias[r]);
-              static_cast<T*>(p.y)[int64_t(token) * p.rows + r] = Half<T>::narrow(v);
-            }
-          }
-        }
-      }
-    }
-  }
+  if (!add_column_warps(acc, shared, row_warp, column_warp, column_warps, [] { __syncthreads(); })) return;
+  store_results<T>(p, acc, [&](int f, int h) { return row[f][h]; });
 }
 
 // rows: of a block.

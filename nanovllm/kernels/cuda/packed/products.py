@@ -1,11 +1,12 @@
 """The ops `linear_int4`, `linear_int8` and `linear_gguf`, and those that combine them with what follows.
 
-The kernel takes up to 16 tokens, and weights that it can read 16 bytes at a time: see `_operands`. All other calls,
-and 8-bit floats, go to the provider `triton`.
+The kernels take up to 16 tokens, of int4 on Hopper 128, and weights that they can read 16 bytes at a time: see
+`_operands`. All other calls, and 8-bit floats, go to the provider `triton`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -17,12 +18,16 @@ from nanovllm.kernels.cuda.packed.library import product_kernel
 from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
     WARP_ROWS,
+    WIDE_TOKENS,
+    WIDE_X_STAGES,
     PackedCudaPlan,
     ScalePlane,
     phases_of,
     plan_packed_cuda,
     plan_ring,
+    plan_wide,
     turns_of_a_phase,
+    wide_shared_bytes,
 )
 from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf
 from nanovllm.kernels.ops.linear_int4 import group_size
@@ -59,6 +64,12 @@ class _Weight:
     middle: int = 0
     planes: tuple[int, int, int, int] = (0, 0, 0, 0)  # of d, m, sc and mn in a row
     scales: tuple[ScalePlane | None, ...] = ()  # the same four
+
+
+@functools.cache
+def _has_wide(device: torch.device) -> bool:
+    """Whether the kernel of wide.cuh runs: its instructions are those of compute capability 9.0 alone."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _wide(x: torch.Tensor) -> bool:
@@ -106,16 +117,21 @@ def _storage(of: GGUFType) -> _Storage:
 
 
 def _operands(
-    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None
-) -> _Weight | None:
-    """The weight if the kernel takes this call: 1 to 16 tokens of 16 bits, columns a multiple of 128, and groups of
-    128 times a power of two, or a whole row. With GGUF's planes x is bfloat16, in which scaled weights are rounded.
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    sums: bool = False,
+) -> _Weight | None:  # fmt: skip
+    """The weight if a kernel takes this call: 1 to 16 tokens of 16 bits (of int4 on Hopper up to 128, if there is a
+    plan), columns a multiple of 128, and groups of 128 times a power of two, or a whole row. With GGUF's planes x is
+    bfloat16, in which scaled weights are rounded.
     """
     check_storage(storage, scale)
     size = x.shape[-1]
     if storage == "fp8" or x.dtype not in (torch.float16, torch.bfloat16) or not size or size % _GROUP:
         return None
-    if not 0 < x.numel() // size <= MAX_TOKENS or not _wide(weight):
+    tokens = x.numel() // size
+    wide = storage == "int4" and MAX_TOKENS < tokens <= WIDE_TOKENS and _has_wide(x.device)
+    wide = wide and plan_wide(weight.shape[0], size // _GROUP, num_sms(x), sums) is not None
+    if not (0 < tokens <= MAX_TOKENS or wide) or not _wide(weight):
         return None
     if scale is None:
         return _planes(size, weight, storage) if x.dtype == torch.bfloat16 else None
@@ -126,16 +142,22 @@ def _operands(
 
 
 def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> PackedCudaPlan:
+    groups = x.shape[-1] // _GROUP
+    if tokens > MAX_TOKENS:
+        wide = plan_wide(rows, groups, num_sms(x), sums)
+        assert wide is not None  # `_operands` has asked
+        return wide
     ring = None
     if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
         ring = plan_ring(w.storage == _Storage.Q4_K, rows, tokens, sums, has_99_kib(x.device))
-    return ring or plan_packed_cuda(rows, x.shape[-1] // _GROUP, num_sms(x), sums)
+    return ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
 
 def _run(
-    x: torch.Tensor, w: _Weight, bias: torch.Tensor | None, gated: bool = False, sums: bool = False
-) -> torch.Tensor:
-    """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]."""
+    x: torch.Tensor, w: _Weight, bias: torch.Tensor | None, gated: bool = False, sums: bool = False,
+    plan: PackedCudaPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]. plan: replaces the one made."""
     x, _, stride = matrix_of(x)
     if stride % 8 or x.data_ptr() % 16:
         x = x.clone(memory_format=torch.contiguous_format)
@@ -143,14 +165,16 @@ def _run(
     (rows, _), size = w.codes.shape, x.shape[-1]
     tokens = x.numel() // size
     columns = 512 // w.bits  # of a step
-    plan = _plan(w, x, rows, tokens, sums)
+    plan = plan or _plan(w, x, rows, tokens, sums)
     steps, group_steps = size // columns, _GROUP // columns
     split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
     splits = cdiv(steps, split_steps)
     column_warps = plan.warps // plan.row_warps
     turns = cdiv(split_steps, column_warps)
     panel: tuple[int, ...] = (0,) * 5
-    if plan.fragments:
+    if plan.fragments == 4:
+        phase, shared_bytes = WIDE_X_STAGES, wide_shared_bytes(plan, tokens)
+    elif plan.fragments:
         phases = phases_of(plan, turns, tokens, columns, w.scales)
         phase, panel, shared_bytes = phases.turns, phases.panel, phases.shared_bytes
     else:
@@ -218,7 +242,7 @@ def linear_packed_add_rms_norm(
     residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
-    w = _operands(x, storage, weight, scale, zero)
+    w = _operands(x, storage, weight, scale, zero, sums=True)
     if w is None:
         return packed_products.linear_packed_add_rms_norm(
             x, storage, weight, scale, zero, residual, norm_weight, eps, bias
@@ -230,8 +254,10 @@ def linear_packed_add_rms_norm(
 
 
 def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
-    """8-bit floats have no kernel here."""
-    return range(1, MAX_TOKENS + 1) if weight.dtype == torch.uint8 else range(0)
+    """8-bit floats have no kernel here. Of 17 tokens and more int4 alone has one; others have two, as separate ops."""
+    if weight.dtype != torch.uint8:
+        return range(0)
+    return range(1, (WIDE_TOKENS if _has_wide(weight.device) else MAX_TOKENS) + 1)
 
 
 num_tokens_linear_packed_add_rms_norm = packed_products.num_tokens_linear_packed_add_rms_norm

@@ -136,14 +136,7 @@ __global__ void __maxnreg__(registers(NT, FR)) ring_kernel(const __grid_constant
       for (int c = lane; c < count; c += 32) {
         const uint4 v = *reinterpret_cast<const uint4*>(x + token * p.x_stride + c * 8);
         const int place = (c & ~(CHUNKS - 1)) + (c % LANE_CHUNKS) * 4 + (c / LANE_CHUNKS) % 4;
-        const uint32_t to = x_shared + token * token_bytes + place * 16;
-        if constexpr (FOUR) {  // columns (0, 4), (1, 5), (2, 6), (3, 7)
-          store_shared(to, __byte_perm(v.x, v.z, 0x5410), __byte_perm(v.x, v.z, 0x7632), __byte_perm(v.y, v.w, 0x5410),
-                       __byte_perm(v.y, v.w, 0x7632));
-        } else {  // (0, 2), (1, 3), (4, 6), (5, 7)
-          store_shared(to, __byte_perm(v.x, v.y, 0x5410), __byte_perm(v.x, v.y, 0x7632), __byte_perm(v.z, v.w, 0x5410),
-                       __byte_perm(v.z, v.w, 0x7632));
-        }
+        store_pairs<FOUR>(x_shared + token * token_bytes + place * 16, v);
       }
     }
   };
@@ -257,57 +250,8 @@ __global__ void __maxnreg__(registers(NT, FR)) ring_kernel(const __grid_constant
 #pragma unroll
   for (int i = 0; i < FR * NT * 4; ++i) (&acc[0][0][0])[i] *= 1 / SCALED_UNIT;
 
-  // The column warps' sums, added in order.
-  float* sums = reinterpret_cast<float*>(shared);
-  constexpr int COUNT = FR * NT * 4;
-  if (column_warps > 1) {
-    __syncthreads();
-    if (column_warp > 0) {
-      float* to = sums + (row_warp * (column_warps - 1) + column_warp - 1) * COUNT * 32 + lane;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) to[i * 32] = (&acc[0][0][0])[i];
-    }
-    __syncthreads();
-    if (column_warp > 0) return;
-    for (int w = 0; w < column_warps - 1; ++w) {
-      const float* from = sums + (row_warp * (column_warps - 1) + w) * COUNT * 32 + lane;
-#pragma unroll
-      for (int i = 0; i < COUNT; ++i) (&acc[0][0][0])[i] += from[i * 32];
-    }
-  }
-
-  const T* bias = static_cast<const T*>(p.bias);
-#pragma unroll
-  for (int f = 0; f < FR; ++f) {
-#pragma unroll
-    for (int n = 0; n < NT; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int token = n * 8 + 2 * t + e;
-        if (token >= tokens) continue;
-        if (p.gated) {
-          const int r = row_of(row_warp * FR + f, 0, g);
-          if (r >= half) continue;
-          const float gate = Half<T>::widen(Half<T>::narrow(acc[f][n][e])), up = Half<T>::widen(Half<T>::narrow(acc[f][n][2 + e]));
-          const float silu = Half<T>::widen(Half<T>::narrow(gate / (1.0f + __expf(-gate))));
-          static_cast<T*>(p.y)[int64_t(token) * half + r] = Half<T>::narrow(silu * up);
-        } else {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int r = row_of(row_warp * FR + f, h, g);
-            if (r >= p.rows) continue;
-            float v = acc[f][n][2 * h + e];
-            if (p.sums) {
-              static_cast<float*>(p.y)[(int64_t(blockIdx.y) * tokens + token) * p.rows + r] = v;
-            } else {
-              if (bias) v += Half<T>::widen(bias[r]);
-              static_cast<T*>(p.y)[int64_t(token) * p.rows + r] = Half<T>::narrow(v);
-            }
-          }
-        }
-      }
-    }
-  }
+  if (!add_column_warps(acc, shared, row_warp, column_warp, column_warps, [] { __syncthreads(); })) return;
+  store_results<T>(p, acc, [&](int f, int h) { return row_of(row_warp * FR + f, h, g); });
 }
 
 template <Storage STORAGE, int NT, int FR>
