@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.cpu.library import GGUF_FORMATS, PackedMatrix
+from nanovllm.kernels.cpu.library import GGUF_FORMATS, PLAIN, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderLayerWeights, DecoderWeights
 from nanovllm.layers.linear import ColumnParallelLinear, ShardedParameters
 from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix
@@ -51,7 +51,7 @@ def load_packed(
     the same numbers (`packed_matrix`), and else become plain ones.
 
     Args:
-        dtype: plain matrices are stored in it.
+        dtype: plain matrices are stored in it, or in 16 bits if the file has these and it is float32.
         places: the places of the checkpoint's tensors, from `find_places`.
         planes: the planes of quantised matrices.
         activations: what quantised matrices are multiplied with, as in `PackedMatrix`.
@@ -196,7 +196,8 @@ def _packed(
     if isinstance(tensor, PackedMatrix):
         matrix = tensor
     elif tensor.dtype != torch.uint8:
-        matrix = PackedMatrix.of(tensor.to(dtype))
+        # Products are of float32 anyway: 16 bits that the file has need not become 32.
+        matrix = PackedMatrix.of(tensor if dtype == torch.float32 and tensor.dtype in PLAIN else tensor.to(dtype))
     elif format in GGUF_FORMATS:
         block, size = gguf.block_size(format)
         matrix = PackedMatrix(format, tensor, tensor.shape[1] // size * block, activations)

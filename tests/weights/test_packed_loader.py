@@ -52,6 +52,15 @@ def test_tokens_are_those_of_the_expanded_weights(tmp_path, quant, arch):
     assert tokens(llm, gguf_files.VOCAB) == tokens(reference, gguf_files.VOCAB)
 
 
+@pytest.mark.parametrize("quant", ["F16", "BF16"])
+def test_16_bits_stay_16_bits(tmp_path, quant):
+    sizes = []
+    for kind in (quant, "F32"):
+        path = quantised(tmp_path / f"{kind}.gguf", "llama", kind)
+        sizes.append(LLM(path, dtype="float32", **OPTIONS).engine.runner.model.nbytes)
+    assert sizes[0] < 0.6 * sizes[1]
+
+
 MODES = {
     "chunked": dict(max_num_batched_tokens=11), "preempted": dict(num_kvcache_blocks=7), "alone": dict(max_num_seqs=1),
     "synchronous": dict(async_scheduling=False), "no prefix cache": dict(enable_prefix_caching=False),
