@@ -3,6 +3,7 @@
     python -m benchmarks.tensor_parallel      # shapes of Qwen3-8B and 32B with random weights, on 1 and 2 GPUs
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2,4 --sequences 1,32 --no-collectives
     python -m benchmarks.tensor_parallel --limit 280    # ends after 280 s; what was measured by then is printed
+    python -m benchmarks.tensor_parallel --preset qwen3-8b --vllm DIR    # beside vLLM, whose packages are in DIR
 
 Sums are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts of 128
 tokens, 256 greedy output tokens each, the best of --repeat runs. Its tokens are compared with those of the first
@@ -49,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     p.add_argument("--collectives", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--model", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument(
+        "--vllm", metavar="DIR", help="packages with vLLM: bench.py's workloads bs1 to bs128, in turns with it"
+    )
     p.add_argument("--kernels", default="", help='JSON of kernel_priority, such as \'{"all_reduce": ["native"]}\'')
     return p
 
@@ -176,7 +180,7 @@ def time_model(args: argparse.Namespace, size: int) -> Iterator[dict[str, Any]]:
     llm = LLM(
         args.preset, load_format="dummy", skip_tokenizer_init=True, tensor_parallel_size=size, device=args.device,
         max_model_len=1024, max_num_seqs=max(_numbers(args.sequences)), seed=0, enable_prefix_caching=False,
-        kernel_priority=json.loads(args.kernels) if args.kernels else None,
+        **_kernels(args),
     )  # fmt: skip
     yield {"start": time.perf_counter() - since}
     for count in _numbers(args.sequences):
@@ -190,6 +194,10 @@ def time_model(args: argparse.Namespace, size: int) -> Iterator[dict[str, Any]]:
             times.append(time.perf_counter() - since)
         tokens = [output["token_ids"] for output in outputs]
         yield {"count": count, "rate": count * args.output_len / min(times), "tokens": tokens}
+
+
+def _kernels(args: argparse.Namespace) -> dict[str, Any]:
+    return {"kernel_priority": json.loads(args.kernels)} if args.kernels else {}
 
 
 def _numbers(text: str) -> list[int]:
@@ -233,6 +241,31 @@ def _show(size: int, said: dict[str, Any], first: dict[int, dict[str, Any]]) -> 
     print(f"| {said['count']} | {said['rate']:,.0f} | {ratio:.2f} | {min(equal)}, {mean:.0f} |", flush=True)
 
 
+def beside_vllm(args: argparse.Namespace, size: int, end: float) -> None:
+    """Both engines on `size` GPUs; `end` is on the clock `time.monotonic`."""
+    from benchmarks.tensor_parallel_peer import Side, compare, jobs
+    from nanovllm.bench.workloads import WORKLOADS
+    from nanovllm.models.model_presets import preset
+
+    folder = Path(args.vllm).expanduser().resolve()
+    if not (folder / "vllm").is_dir():
+        sys.exit(f"--vllm {args.vllm}: there is no package vllm in this directory")
+    loads = [f"bs{count}" for count in _numbers(args.sequences)]
+    if unknown := set(loads) - set(WORKLOADS):
+        sys.exit(f"--sequences {args.sequences}: bench.py has no workload {', '.join(sorted(unknown))}")
+    logs = tempfile.mkdtemp(prefix="beside-vllm-")
+    for name in args.preset.split(","):
+        print(f"\n{name}, random weights, {size} GPU(s); what the engines print: {logs}", flush=True)
+        ours, theirs = jobs(name, size, args.repeat, preset(name), device=args.device, **_kernels(args))
+        sides = [Side(ours, f"{logs}/{name}-nanovllm.txt")]
+        try:
+            sides.append(Side(theirs, f"{logs}/{name}-vllm.txt", str(folder)))
+            compare(sides, loads, 2, end)
+        finally:
+            for side in sides:
+                side.close()
+
+
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[1].isdecimal():
         serve_rank(int(sys.argv[1]), int(sys.argv[2]))
@@ -246,6 +279,9 @@ def main() -> None:
     ranks = _numbers(args.ranks)
     if args.device == "cuda" and max(ranks) > torch.cuda.device_count():
         sys.exit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    if args.vllm:
+        beside_vllm(args, max(ranks), end)
+        return
     if args.collectives and max(ranks) > 1:
         collectives(max(ranks), args.device, args.width, _numbers(args.sequences))
     for preset in args.preset.split(",") if args.model else ():
