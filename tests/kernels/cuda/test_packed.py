@@ -136,15 +136,18 @@ def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
 @pytest.mark.parametrize("dtype, scale_dtype", [(BF16, BF16), (BF16, torch.float16), (torch.float16, torch.float16)])
 @pytest.mark.parametrize("group, zeros", [(128, False), (512, True), (2048, False)])
 def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
-    """Any number of warpgroups, rows that no block fills, and splits of which the last is short."""
-    operands, values = make("int4", 200, 2048, hopper, group, zeros, scale_dtype)
-    for tokens in (1, 31, 64, 100):
-        x = torch.randn(tokens, 2048, dtype=dtype, device=hopper)
-        weight = products._operands(x[:1], *operands)
-        for groups in (1, 2, 3):
-            for splits in (1, 3, 16):
-                plan = PackedCudaPlan(groups, 4 * groups + 4, splits, 4)
-                check(products._run(x, weight, None, sums=True, plan=plan).sum(0).to(dtype), x, values)
+    """Warpgroups with rows or columns of their own, short last splits, columns that leave some warpgroups none."""
+    for size in (2048, 128, 2304):
+        group, zeros = (group, zeros) if size == 2048 else (128, False)
+        operands, values = make("int4", 200, size, hopper, group, zeros, scale_dtype)
+        for tokens in (1, 16, 31, 64, 128):
+            x = torch.randn(tokens, size, dtype=dtype, device=hopper)
+            weight = products._operands(x[:1], *operands)
+            for rows, columns in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3)):
+                for splits in (1, 4):
+                    plan = PackedCudaPlan(rows, 4 * (rows * columns + 1), splits, 4, 4)
+                    sums = products._run(x, weight, None, sums=True, plan=plan)
+                    check(sums.sum(0).to(dtype), x, values)
 
 
 @pytest.mark.gpu
@@ -274,12 +277,13 @@ def test_plans_of_many_tokens():
     assert f"WIDE_STAGES = {WIDE_STAGES};" in header and f"WIDE_TOKENS = {WIDE_TOKENS};" in header
     most_warps = int(re.search(r"WIDE_THREADS = (\d+);", header)[1]) // 32
     for rows, groups, sums, splits in ((24576, 32, False, 1), (4096, 96, True, 6), (151936, 32, False, 1)):
-        plan = plan_wide(rows, groups, 132, sums)
+        plan = plan_wide(rows, groups, 32, 132, sums)
         assert plan.splits == splits and plan.fragments == 4
         assert plan.warps == 4 * plan.row_warps + 4 <= most_warps
-        assert wide_shared_bytes(plan, 17) < wide_shared_bytes(plan, WIDE_TOKENS) <= 227 * 1024
+        for tokens in (17, 64, WIDE_TOKENS):
+            assert wide_shared_bytes(plan_wide(rows, groups, tokens, 132, sums), tokens) <= 227 * 1024
     for rows, groups, sums in ((6144, 32, False), (4096, 32, True), (13440, 32, False), (4096, 96, False)):
-        assert plan_wide(rows, groups, 132, sums) is None
+        assert plan_wide(rows, groups, 32, 132, sums) is None
 
 
 @pytest.mark.slow

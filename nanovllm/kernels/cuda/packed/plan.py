@@ -17,8 +17,6 @@ WIDE_TOKENS = 128
 """Of the kernel of wide.cuh, at most."""
 WIDE_STAGES = 6
 """Steps of a warp whose weights are on their way in that kernel; as in packed.cuh."""
-WIDE_X_STAGES = 4
-"""Steps of x that have room in shared memory there."""
 _WIDE_ROWS = 192
 """Of a block there."""
 _WIDE_GROUPS = 1 << 18
@@ -44,6 +42,10 @@ class PackedCudaPlan:
     fragments: int = 0
     """Of 16 rows, that a warp has in the kernel of ring.cuh, 1 or 2, or a warpgroup in that of wide.cuh, 4. 0: the
     kernel of product.cuh.
+    """
+    stages: int = 0
+    """Of the kernel of wide.cuh: tiles of x that have room in shared memory, of 256 columns each with up to 64 tokens,
+    else of 128: more than there are groups of warps that share columns, and with up to 16 tokens 4 at least.
     """
 
 
@@ -91,7 +93,7 @@ def plan_ring(four: bool, rows: int, tokens: int, sums: bool, small: bool = Fals
     return PackedCudaPlan(3, 12, 1, 1)
 
 
-def plan_wide(rows: int, groups: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
+def plan_wide(rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
     """For int4 and 17 to 128 tokens, where the kernel of wide.cuh was faster on an H200 than Triton's for the shapes of
     Qwen3-8B (docs/log/kernels.md): large weights, of which blocks of 192 rows keep the multiprocessors busy. None
     elsewhere.
@@ -101,13 +103,16 @@ def plan_wide(rows: int, groups: int, multiprocessors: int, sums: bool) -> Packe
     waves = -(-blocks * splits // multiprocessors)
     if rows * groups < _WIDE_GROUPS or 4 * blocks * splits < 3 * waves * multiprocessors:
         return None
-    return PackedCudaPlan(3, 16, splits, 4)
+    return PackedCudaPlan(3, 16, splits, 4, 4 if tokens <= 64 else 3)
 
 
 def wide_shared_bytes(plan: PackedCudaPlan, tokens: int) -> int:
-    """Of a block of the kernel of wide.cuh: the weights on their way, and x with barriers."""
-    width = max(32, 1 << (tokens - 1).bit_length())
-    return plan.row_warps * WIDE_STAGES * 4096 + WIDE_X_STAGES * (width * 256 + 16)
+    """Of a block of the kernel of wide.cuh: the weights on their way, x, and barriers; at the end sums."""
+    groups = plan.warps // 4 - 1
+    width = max(8, 1 << (tokens - 1).bit_length())
+    x = width * 256 * (2 if width <= 64 else 1)
+    sums = (groups - plan.row_warps) * 64 * width * 4
+    return max(groups * WIDE_STAGES * 4096 + plan.stages * (x + 16), sums)
 
 
 @dataclass(frozen=True)

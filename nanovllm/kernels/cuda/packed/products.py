@@ -19,7 +19,6 @@ from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
     WARP_ROWS,
     WIDE_TOKENS,
-    WIDE_X_STAGES,
     PackedCudaPlan,
     ScalePlane,
     phases_of,
@@ -130,7 +129,7 @@ def _operands(
         return None
     tokens = x.numel() // size
     wide = storage == "int4" and MAX_TOKENS < tokens <= WIDE_TOKENS and _has_wide(x.device)
-    wide = wide and plan_wide(weight.shape[0], size // _GROUP, num_sms(x), sums) is not None
+    wide = wide and plan_wide(weight.shape[0], size // _GROUP, tokens, num_sms(x), sums) is not None
     if not (0 < tokens <= MAX_TOKENS or wide) or not _wide(weight):
         return None
     if scale is None:
@@ -144,7 +143,7 @@ def _operands(
 def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> PackedCudaPlan:
     groups = x.shape[-1] // _GROUP
     if tokens > MAX_TOKENS:
-        wide = plan_wide(rows, groups, num_sms(x), sums)
+        wide = plan_wide(rows, groups, tokens, num_sms(x), sums)
         assert wide is not None  # `_operands` has asked
         return wide
     ring = None
@@ -172,8 +171,8 @@ def _run(
     column_warps = plan.warps // plan.row_warps
     turns = cdiv(split_steps, column_warps)
     panel: tuple[int, ...] = (0,) * 5
-    if plan.fragments == 4:
-        phase, shared_bytes = WIDE_X_STAGES, wide_shared_bytes(plan, tokens)
+    if plan.stages:
+        phase, shared_bytes = plan.stages, wide_shared_bytes(plan, tokens)
     elif plan.fragments:
         phases = phases_of(plan, turns, tokens, columns, w.scales)
         phase, panel, shared_bytes = phases.turns, phases.panel, phases.shared_bytes
