@@ -127,8 +127,8 @@ def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
         first = product(x, operands, bias)
         check(first, x, values, bias)
         assert torch.equal(first, product(x, operands, bias)), "other bits in another run"
-        gated = products.linear_packed_silu_and_mul(x, *operands)
-        torch.testing.assert_close(gated, ops.silu_and_mul.native(product(x, operands)), rtol=2**-7, atol=1e-5)
+        gated = products.linear_packed_silu_and_mul(x, *operands)  # of two roundings, each may differ by a place
+        torch.testing.assert_close(gated, ops.silu_and_mul.native(product(x, operands)), rtol=2**-6, atol=1e-5)
     assert len(launches) == (6 if sums else 24)
 
 
