@@ -25,6 +25,9 @@ from nanovllm.serve.service import Service
 from nanovllm.serve.tracing import Tracing
 
 _BACKLOG = 4096
+_ACCEPTS = 16
+"""Connections that an iteration of the event loop may accept. uvloop accepts one from each listening socket, and an
+iteration takes milliseconds while hundreds of streams run."""
 _KEEP_ALIVE_SECONDS = 75
 _DESCRIPTORS = 65536
 _AFTER_DRAIN_SECONDS = 4.0
@@ -106,6 +109,8 @@ class Server(uvicorn.Server):
         self._siblings = siblings
         self._impatient = False
         """Whether a second signal has come, perhaps before `shutdown`."""
+        self._sockets: list[socket.socket] = []
+        """Where this process listens, each several times."""
         self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
@@ -135,7 +140,8 @@ class Server(uvicorn.Server):
             self._siblings.drain()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        self._sockets = [copy for sock in sockets or () for copy in (sock, *(sock.dup() for _ in range(_ACCEPTS - 1)))]
+        await super().startup(self._sockets)
         if self._siblings is not None:
             self._siblings.attach(self)
 
@@ -143,7 +149,7 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         timer = self._loop.call_later(0 if self._impatient else self.service.options.drain, self._end_now)
         try:
-            await super().shutdown(sockets)
+            await super().shutdown(self._sockets)
             if self._siblings is not None:
                 await self._siblings.ended(self.service.options.drain + 2 * _AFTER_DRAIN_SECONDS)
         finally:

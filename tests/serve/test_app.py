@@ -146,6 +146,26 @@ def test_the_first_chat_does_not_hold_up_the_event_loop(model_path, monkeypatch)
         running.post("/v1/completions", prompt="x", max_tokens=1)
 
 
+def test_many_connections_are_accepted_while_streams_keep_the_event_loop_busy(model_path):
+    """uvloop alone takes one in an iteration of the loop, which hundreds of streams make long."""
+    with RunningServer(model_path) as running:
+        loop, iterations, sockets = running.server.servers[0].get_loop(), [], []
+
+        def busy():
+            time.sleep(0.01)
+            iterations.append(len(running.server.server_state.connections))
+            if iterations[-1] < 64:
+                loop.call_soon(busy)
+
+        loop.call_soon_threadsafe(time.sleep, 1)
+        sockets = [socket.create_connection(("127.0.0.1", running.port)) for _ in range(64)]
+        loop.call_soon_threadsafe(busy)
+        wait_until(lambda: iterations and iterations[-1] == 64)
+        assert len(iterations) < 30
+        for sock in sockets:
+            sock.close()
+
+
 def test_a_path_cannot_forge_a_line_of_the_access_log(guarded, caplog):
     with caplog.at_level(logging.INFO, "nanovllm.serve.access"):
         guarded.client.get("/a%0aforged")
