@@ -1,6 +1,7 @@
 """What a token costs the server's front end: the engine is only a clock, and `nanovllm bench serve` reads the streams.
 
 python -m benchmarks.serving.front_end --streams 128 --tokens 400 --step-ms 4
+python -m benchmarks.serving.front_end --streams 256 --requests 512 --tokens 128 --step-ms 3  # TTFT beside streams
 """
 
 from __future__ import annotations
@@ -82,9 +83,11 @@ class Clock:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=128)
+    parser.add_argument("--requests", type=int, help="in all; by default one a stream")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--step-ms", type=float, default=4)
     args = parser.parse_args()
+    requests = args.requests or args.streams
     with tempfile.TemporaryDirectory() as directory:
         write(Path(directory), VOCAB_SIZE)
         clock = Clock(Path(directory), args.step_ms / 1000)
@@ -94,7 +97,7 @@ def main() -> None:
         thread.start()
         command = [sys.executable, "-m", "nanovllm", "bench", "serve", f"http://127.0.0.1:{sock.getsockname()[1]}",
                    "--endpoint", "chat", "--input-len", "4", "--output-len", str(args.tokens),
-                   "--concurrency", str(args.streams), "--num-requests", str(args.streams)]  # fmt: skip
+                   "--concurrency", str(args.streams), "--num-requests", str(requests)]  # fmt: skip
         try:
             before = time.process_time()
             subprocess.run(command, check=True)
