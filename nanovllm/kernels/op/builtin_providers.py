@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.kernels import extra, ops
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
-from nanovllm.kernels.cuda.packed.library import packed_support
+from nanovllm.kernels.cuda.packed.library import fp8_support, packed_support
 from nanovllm.kernels.external import flash_attn, flashinfer, onednn, symm_mem
 from nanovllm.kernels.op.availability import interpretable_dot, triton_support
 from nanovllm.kernels.op.dispatch import Op
@@ -84,6 +84,10 @@ for _op in (
     _target = f"nanovllm.kernels.cuda.packed.products:{_op.name}"
     _few = _target.replace(":", ":num_tokens_") if _op.name.startswith("linear_packed") else None
     _op.add(Provider("cuda", _target, packed_support, architectures="sm_90+", num_tokens=_few))
+
+ops.linear_fp8.add(
+    Provider("cuda", "nanovllm.kernels.cuda.fp8.products:linear_fp8", fp8_support, architectures="sm_90+")
+)
 
 ops.all_reduce.add(Provider("symm_mem", f"{symm_mem.__name__}:all_reduce", symm_mem.support))
 ops.all_reduce.add(Provider("multimem", f"{symm_mem.__name__}:all_reduce_multimem", symm_mem.multimem_support))

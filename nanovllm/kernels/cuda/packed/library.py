@@ -1,4 +1,4 @@
-"""The compiled library of the folder, and where it can run."""
+"""The compiled libraries of products, and where they can run."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ from nanovllm.kernels.op.availability import triton_support
 
 OLDEST_CAPABILITY = (9, 0)  # dependent launch
 FOLDER = Path(__file__).parent
+FP8_FOLDER = FOLDER.parent / "fp8"
 
 
-def packed_support(device: torch.device) -> str | None:
-    """Why these kernels cannot run on a device, and what to do about it; None if they can. Compiles nothing.
+def packed_support(device: torch.device, folder: Path = FOLDER) -> str | None:
+    """Why the kernels of a folder cannot run on a device, and what to do about it; None if they can. Compiles nothing.
 
     Calls that the kernel does not take go to the provider `triton`, so that has to run, too.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         return "they need compute capability 9.0 or later; use triton"
-    return cuda_support(device, FOLDER) or triton_support(device)
+    return cuda_support(device, folder) or triton_support(device)
+
+
+def fp8_support(device: torch.device) -> str | None:
+    """As `packed_support`, for 8-bit floats."""
+    return packed_support(device, FP8_FOLDER)
 
 
 @functools.cache
-def product_kernel(device: torch.device) -> Callable[..., None]:
-    """The operator `product` of bindings.cpp; compiles the library if that was not done before.
+def product_kernel(device: torch.device, folder: Path = FOLDER) -> Callable[..., None]:
+    """The operator `product` of the folder's bindings.cpp; compiles the library if that was not done before.
 
     Raises:
         ValueError: it cannot run on the device.
         RuntimeError: as `load_library`.
     """
-    reason = packed_support(device)
+    reason = packed_support(device, folder)
     if reason is not None:
         raise ValueError(reason)
-    kernel: Callable[..., None] = load_library(torch.cuda.get_device_capability(device), FOLDER).product.default
+    kernel: Callable[..., None] = load_library(torch.cuda.get_device_capability(device), folder).product.default
     return kernel

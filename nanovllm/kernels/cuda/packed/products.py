@@ -1,7 +1,7 @@
 """The ops `linear_int4`, `linear_int8` and `linear_gguf`, and those that combine them with what follows.
 
 The kernels take up to 16 tokens, of int4 on Hopper 128, and weights that they can read 16 bytes at a time: see
-`_operands`. All other calls, and 8-bit floats, go to the provider `triton`.
+`_operands`. 8-bit floats have a kernel of their own, and all other calls go to the provider `triton`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.cuda.fp8 import products as fp8
 from nanovllm.kernels.cuda.packed.library import product_kernel
 from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
@@ -230,6 +231,8 @@ def linear_packed_silu_and_mul(
     x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None
 ) -> torch.Tensor:
     """The op `linear_packed_silu_and_mul`."""
+    if storage == "fp8" and scale is not None and fp8.takes(x, weight):
+        return fp8.fp8_product(x, weight, scale, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
     w = _operands(x, storage, weight, scale, zero)
     if w is None:
         return silu_and_mul(packed_products.packed_product(x, storage, weight, scale, zero)[0])
@@ -241,6 +244,8 @@ def linear_packed_add_rms_norm(
     residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
+    if storage == "fp8" and scale is not None and fp8.takes(x, weight, sums=True):
+        return sum_add_rms_norm(fp8.fp8_product(x, weight, scale, sums=True), bias, residual, norm_weight, eps)
     w = _operands(x, storage, weight, scale, zero, sums=True)
     if w is None:
         return packed_products.linear_packed_add_rms_norm(
@@ -253,9 +258,11 @@ def linear_packed_add_rms_norm(
 
 
 def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
-    """8-bit floats have no kernel here. Of 17 tokens and more int4 alone has one; others have two, as separate ops."""
+    """Of 8-bit floats as many as their kernel takes, in rows as long as it takes. Of 17 tokens and more int4 alone has
+    a kernel; others have two, as separate ops.
+    """
     if weight.dtype != torch.uint8:
-        return range(0)
+        return range(1, fp8.MAX_TOKENS + 1 if weight.shape[1] >= fp8.LEAST_COLUMNS else 1)
     return range(1, (WIDE_TOKENS if _has_wide(weight.device) else MAX_TOKENS) + 1)
 
 

@@ -1,0 +1,211 @@
+"""Products with 8-bit floats in CUDA C++: values on a GPU, the machine code where nvcc is, plans anywhere."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from nanovllm.kernels import ops
+from nanovllm.kernels.cuda import build
+from nanovllm.kernels.cuda.fp8 import products
+from nanovllm.kernels.cuda.fp8.plan import (
+    CHUNK,
+    LEAST_COLUMNS,
+    MAX_TOKENS,
+    SHARED_BYTES,
+    STAGES,
+    blocks_of_a_multiprocessor,
+    plan_fp8_cuda,
+    shared_bytes,
+)
+from nanovllm.kernels.cuda.packed import library
+from nanovllm.kernels.cuda.packed import products as packed
+from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture
+def device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    reason = library.fp8_support(device)
+    if reason is not None:
+        pytest.skip(reason)
+    return device
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often the kernel was launched."""
+    seen = []
+    original = products.product_kernel
+
+    def kernel(device, folder):
+        compiled = original(device, folder)
+        return lambda *args: seen.append(args[0]) or compiled(*args)
+
+    monkeypatch.setattr(products, "product_kernel", kernel)
+    return seen
+
+
+def make(rows, size, kind, device):
+    """(weight, scale, their product in float64); the weight has the largest numbers, one scale is 0."""
+    weight = torch.randint(0, 256, (rows, size), dtype=torch.uint8, device=device)
+    weight[(weight & 0x7F) == 0x7F] ^= 1  # no NaN
+    weight = weight.view(torch.float8_e4m3fn)
+    blocks = [-(-n // 128) for n in (rows, size)]
+    shape = {"row": (rows, 1), "all": (1, 1), "block": blocks, "row of a block": (rows, blocks[1])}[kind]
+    scale = torch.rand(shape, device=device) + 0.5
+    if scale.numel() > 1:
+        scale[-1, -1] = 0
+    return weight, scale, dequantise_fp8(weight, scale, torch.float64)
+
+
+def check(got, x, values, bias=None):
+    """Sums are of float32: they are off by a small part of the sum of magnitudes."""
+    exact = x.double() @ values.t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ values.abs().t()
+    epsilon = torch.finfo(got.dtype).eps
+    assert not got.isnan().any() and ((got.double() - exact).abs() <= size * 2**-16 + exact.abs() * epsilon).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["row", "all", "block", "row of a block"])
+@pytest.mark.parametrize("rows, size", [(1000, 1024), (70, 576), (33, 64), (520, 4160), (4096, 4096)])
+def test_values(rows, size, kind, device, launches):
+    weight, scale, values = make(rows, size, kind, device)
+    for tokens in (1, 3, 5, 8):
+        for dtype in (BF16, FP16):
+            x = torch.randn(tokens, size, dtype=dtype, device=device) * 1e-3
+            bias = torch.randn(rows, dtype=dtype, device=device)
+            first = products.fp8_product(x, weight, scale, bias)
+            check(first, x, values, bias)
+            assert all(torch.equal(first, products.fp8_product(x, weight, scale, bias)) for _ in range(3))
+            sums = products.fp8_product(x, weight, scale, sums=True)
+            check(sums.sum(0), x, values)
+    assert len(launches) == 40
+
+
+@pytest.mark.gpu
+def test_tokens_of_any_magnitude(device):
+    weight, scale, values = make(200, 1024, "row", device)
+    for scales in ([1e30], [1e-30], [1e30, 1, 1e-30, 0], [1e4] * 8):
+        x = torch.randn(len(scales), 1024, dtype=BF16, device=device)
+        x[:, 100] *= 1000  # a channel that is larger than the others
+        x *= torch.tensor(scales, device=device)[:, None].to(BF16)
+        check(products.fp8_product(x, weight, scale, sums=True).sum(0), x, values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["row", "block"])
+@pytest.mark.parametrize("size", [4160, 12288])
+def test_fused_products_equal_the_separate_ones(size, kind, device, launches):
+    weight, scale, _ = make(2 * 648, size, kind, device)
+    scale *= size**-0.5 / 64
+    for tokens in (1, 7, 8):
+        x = torch.randn(tokens, size, dtype=BF16, device=device)
+        plain = products.linear_fp8(x, weight, scale)
+        gated = packed.linear_packed_silu_and_mul(x, "fp8", weight, scale, None)
+        torch.testing.assert_close(gated, ops.silu_and_mul.native(plain), rtol=2**-7, atol=1e-5)
+        residual = torch.randn_like(plain)
+        norm = torch.rand(plain.shape[1], dtype=BF16, device=device)
+        y, total = packed.linear_packed_add_rms_norm(x, "fp8", weight, scale, None, residual, norm, 1e-6)
+        wanted, wanted_total = ops.add_rms_norm.native(plain, residual, norm, 1e-6)
+        torch.testing.assert_close(total, wanted_total, rtol=2**-6, atol=2e-2)
+        torch.testing.assert_close(y, wanted, rtol=2**-6, atol=2e-2)
+    # Unsplit, seven tokens of 12,288 columns have no room.
+    assert len(launches) == (9 if size == 4160 else 5)
+
+
+@pytest.mark.gpu
+def test_any_strides(device, launches):
+    weight, scale, values = make(200, 1024, "row", device)
+    wide = torch.randn(4, 3000, dtype=BF16, device=device) * 1e-2
+    for x in (wide[:, 8:1032], wide[:, 3:1027], wide.view(4, 1, 3000)[..., :1024], wide.t()[:1024].t()):
+        check(products.fp8_product(x, weight, scale).view(4, 200), x.reshape(4, 1024), values)
+    rows = torch.zeros(200, 1120, dtype=torch.uint8, device=device)
+    rows[:, 16:1040] = weight.view(torch.uint8)
+    apart = torch.zeros(200, 3, device=device)
+    apart[:, 1:2] = scale
+    inside = rows[:, 16:1040].view(torch.float8_e4m3fn)
+    x = wide[:, :1024]
+    assert torch.equal(products.fp8_product(x, inside, apart[:, 1:2]), products.fp8_product(x, weight, scale))
+    assert len(launches) == 6
+
+
+@pytest.mark.gpu
+def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
+    for tokens, size in ((9, 4096), (4, 4128), (4, 2048)):
+        weight, scale, values = make(64, size, "row", device)
+        x = torch.randn(tokens, size, dtype=BF16, device=device)
+        exact = x.double() @ values.t()
+        error = (products.linear_fp8(x, weight, scale).double() - exact).norm() / exact.norm()
+        assert error < 0.01
+    assert not launches
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_it_with_other_tokens(device):
+    weight, scale, values = make(512, 1024, "row", device)
+    x = torch.randn(2, 1024, dtype=BF16, device=device)
+    products.fp8_product(x, weight, scale)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = products.fp8_product(x, weight, scale)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    check(y, x, values)
+
+
+@pytest.mark.parametrize("tokens", range(1, MAX_TOKENS + 1))
+@pytest.mark.parametrize("size", [64, 576, 1024, 4096, 12288, 32768])
+def test_what_is_taken_has_room(tokens, size):
+    header = (library.FP8_FOLDER / "interface.cuh").read_text()
+    assert f"MAX_TOKENS = {MAX_TOKENS};" in header and f"CHUNK = {CHUNK};" in header
+    assert f"STAGES = {STAGES};" in header
+    x = torch.zeros(tokens, size, dtype=BF16)
+    weight = torch.zeros(32, size, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for sums in (False, True):
+        plan = plan_fp8_cuda(tokens, size, sums)
+        chunks = -(-size // CHUNK)
+        assert 1 <= plan.splits <= chunks and (sums or plan.splits == 1)
+        if products.runs(x, weight, sums):
+            bytes_of_a_block = shared_bytes(plan, tokens, -(-chunks // plan.splits))
+            blocks = blocks_of_a_multiprocessor(bytes_of_a_block)
+            assert blocks * (bytes_of_a_block + 1024) <= SHARED_BYTES + 1024
+    assert products.runs(x, weight, sums=True) and (size > 4096 or products.runs(x, weight))
+
+
+def test_what_is_taken():
+    weight = torch.zeros(32, LEAST_COLUMNS, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    x = torch.zeros(MAX_TOKENS, LEAST_COLUMNS, dtype=BF16)
+    assert products.takes(x, weight) and products.takes(x.half(), weight)
+    for tokens, matrix in (
+        (x.float(), weight),
+        (torch.cat([x, x]), weight),
+        (x[:0], weight),
+        (x[:, :64], weight[:, :64]),
+    ):
+        assert not products.takes(tokens, matrix)
+    assert len(packed.num_tokens_linear_packed_silu_and_mul(weight)) == MAX_TOKENS
+    assert not packed.num_tokens_linear_packed_silu_and_mul(weight[:, :64])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["bfloat16", "float16"])
+def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
+    if build.toolchain_reason() is not None and build.cuda_home() is None:
+        pytest.skip("needs nvcc")
+    nvcc, file = build.cuda_home() / "bin" / "nvcc", tmp_path / "kernels.ptx"
+    flags = ["-O3", "-std=c++17", "-arch=sm_90", "-ptx"]
+    subprocess.run([nvcc, *flags, "-o", file, library.FP8_FOLDER / f"{source}.cu"], check=True)
+    kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
+    assert kernels
+    for ptx in kernels:
+        assert "mma.sync.aligned.m16n8k16" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
+        wait, first = ptx.index("griddepcontrol.wait"), ptx.index("cp.async.cg.shared.global.L2::128B")
+        assert first < wait  # weights, which never change, are read before the kernel in front has ended
