@@ -303,3 +303,13 @@ def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
         load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
         wait, first = ptx.rindex("griddepcontrol.wait"), ptx.index(load)
         assert first < wait  # weights, which never change, are read before the kernel in front has ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["wide", "wide_zero"])
+def test_hopper_code_compiles_for_other_gpus(source, tmp_path):
+    """One library has all kernels of the folder: what only Hopper has must not break it elsewhere."""
+    if build.toolchain_reason() is not None and build.cuda_home() is None:
+        pytest.skip("needs nvcc")
+    command = [build.cuda_home() / "bin" / "nvcc", "-std=c++17", "-arch=sm_120", "-cubin", "-o", tmp_path / "kernels"]
+    subprocess.run([*command, Path(library.FOLDER) / f"{source}.cu"], check=True)

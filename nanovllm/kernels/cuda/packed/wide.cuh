@@ -74,6 +74,7 @@ constexpr float WIDE_FACTOR = 0x1p85f, WIDE_UNIT = 0x1p-48f;
 
 template <typename T, typename SCALE, bool ZERO, int N>
 __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_kernel(const __grid_constant__ Product p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool FAST = Half<T>::bf16 && !ZERO;  // one fma scales a pair, else it is made an exact integer first
   constexpr int STEPS = N <= 64 ? 2 : 1;         // of a unit, which is what passes through a stage at once
   constexpr uint32_t STAGE_BYTES = STEPS * N * 256;
@@ -317,6 +318,9 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_kernel(const __grid_cons
   auto barrier = [&] { asm volatile("bar.sync 1, %0;" ::"r"(consumers * 128) : "memory"); };
   if (!add_column_warps(acc, shared, row_group * 4 + (warp & 3), column_group, column_groups, barrier)) return;
   store_results<T>(p, acc, [&](int, int h) { return row[h]; });
+#else
+  __trap();  // other GPUs, for which the folder is compiled as well, lack these instructions: it is not launched there
+#endif
 }
 
 template <typename T, typename SCALE, bool ZERO>
