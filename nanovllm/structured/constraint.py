@@ -20,8 +20,8 @@ _COMPILED = 128
 """Grammars that are kept compiled."""
 SLOW_MASK_SECONDS, _SLOW_MASKS_SECONDS = 0.01, 0.5
 """Masks slower than the former may take a sequence the latter together; then it ends. All sequences wait for a mask."""
-_PARALLEL_MASKS = 32
-"""Masks from which on threads fill them. Fewer take as long one after the other."""
+_PARALLEL_MASKS = 8
+"""Masks from which on threads fill them: one in a hundred takes milliseconds, and the device waits if these add up."""
 _STEPS_ALONE = 64
 
 

@@ -66,12 +66,13 @@ def test_completions_have_states_of_their_own(maker):
     assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
 
 
-def test_many_masks_are_those_of_single_ones(maker):
-    constraints = maker.make(SamplingParams(n=40, structured_outputs={"regex": "[ab]{3}c"}))
+@pytest.mark.parametrize("count", [7, 8, 40])  # one after the other, and in threads
+def test_many_masks_are_those_of_single_ones(maker, count):
+    constraints = maker.make(SamplingParams(n=count, structured_outputs={"regex": "[ab]{3}c"}))
     output = sorted(ids("ab"))
     for i, constraint in enumerate(constraints):
         constraint.take((output * 2)[: i % 4])
-    masks = np.zeros((40, constraints[0].num_words), np.int32)
+    masks = np.zeros((count, constraints[0].num_words), np.int32)
     MaskFiller().fill(constraints, masks)
     for mask, constraint in zip(masks, constraints):
         single = np.zeros_like(mask)
