@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.cuda.fp8 import products as fp8
-from nanovllm.kernels.cuda.packed.library import product_kernel
+from nanovllm.kernels.cuda.packed.library import fp8_support, product_kernel
 from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
     WARP_ROWS,
@@ -227,11 +227,21 @@ def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Te
     return _product(x, kind, weight, None, None, bias, packed_products.linear_gguf, kind)
 
 
+def _takes_fp8(x: torch.Tensor, weight: torch.Tensor, sums: bool = False) -> bool:
+    """As `fp8.takes`; the kernel's library is another than this folder's, for which the provider was selected."""
+    return fp8.takes(x, weight, sums) and _has_fp8(x.device)
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    return fp8_support(device) is None
+
+
 def linear_packed_silu_and_mul(
     x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None
 ) -> torch.Tensor:
     """The op `linear_packed_silu_and_mul`."""
-    if storage == "fp8" and scale is not None and fp8.takes(x, weight):
+    if storage == "fp8" and scale is not None and _takes_fp8(x, weight):
         return fp8.fp8_product(x, weight, scale, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
     w = _operands(x, storage, weight, scale, zero)
     if w is None:
@@ -244,7 +254,7 @@ def linear_packed_add_rms_norm(
     residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
-    if storage == "fp8" and scale is not None and fp8.takes(x, weight, sums=True):
+    if storage == "fp8" and scale is not None and _takes_fp8(x, weight, sums=True):
         return sum_add_rms_norm(fp8.fp8_product(x, weight, scale, sums=True), bias, residual, norm_weight, eps)
     w = _operands(x, storage, weight, scale, zero, sums=True)
     if w is None:
