@@ -14,6 +14,11 @@ import argparse
 import os
 from collections.abc import Sequence
 
+from nanovllm.early_exit import leave_at_once
+
+if __name__ == "__main__":
+    leave_at_once("test_custom_kernels.py")
+
 import torch
 
 try:

@@ -2,19 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import StructuredOutputs
-
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
+    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.structured_outputs import StructuredOutputs
 
 __all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # PyTorch takes seconds to import, and `nanovllm --help` does without it.
+    # PyTorch takes seconds to import: `nanovllm --help` does without, and Ctrl-C is answered before.
     if name == "LLM":
         from nanovllm.llm import LLM
 
@@ -23,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from nanovllm.async_llm import AsyncLLM
 
         return AsyncLLM
+    if name in ("SamplingParams", "StructuredOutputs"):
+        from nanovllm import sampling_params
+
+        return getattr(sampling_params, name)
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

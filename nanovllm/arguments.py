@@ -33,7 +33,9 @@ def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> Non
     known = list(known)
     for name in given:
         if name not in known:
-            nearest = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+            nearest = difflib.get_close_matches(
+                name.lower(), known, n=1
+            )  # a ratio of 0.6: below it, names were misleading
             remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
             raise TypeError(f"{kind} got an unknown argument {name!r}; {remedy}")
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from nanovllm.early_exit import INTERRUPTED, raise_when_loaded
+
 WIDTH = 80
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as shells have it."""
 
 
 def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
@@ -26,6 +26,7 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
         name: the name of the program, for messages.
         main: returns the exit code; None: 0.
     """
+    raise_when_loaded(name)
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's default is what is wanted
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes lines of its own to standard error
     try:

@@ -43,28 +43,39 @@ ENGINE_ARGUMENTS = _table(
     # Choices that this engine does not leave to the user.
     ("a preempted sequence is computed again, not swapped", None, "swap_space preemption_mode"),
     ("long prompts are always split over steps", None, "enable_chunked_prefill max_num_partial_prefills"
-     " max_long_partial_prefills long_prefill_token_threshold"),
+     " max_long_partial_prefills long_prefill_token_threshold prefill_schedule_interval"
+     " scheduler_reserve_full_isl watermark"),
+    ("use max_num_batched_tokens", (None,), "max_num_scheduled_tokens chunked_prefill_size"),
     ("the engine logs no statistics", None, "disable_log_stats disable_log_requests enable_log_requests"
-     " show_hidden_metrics_for_version collect_detailed_traces"),
+     " show_hidden_metrics_for_version collect_detailed_traces aggregate_engine_logging kv_cache_metrics"
+     " kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics"
+     " enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats"),
+    ("profiles are written by `python bench.py --profile`", _OFF, "profiler_config"),
     ("the sizes of CUDA graphs follow max_num_seqs", None, "max_seq_len_to_capture max_context_len_to_capture"
      " cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size"),
     ("the engine starts a process for each GPU of this machine itself", None, "disable_custom_all_reduce"
      " distributed_executor_backend worker_use_ray"
-     " ray_workers_use_nsight max_parallel_loading_workers nnodes node_rank master_addr master_port"),
+     " ray_workers_use_nsight max_parallel_loading_workers nnodes node_rank master_addr master_port"
+     " numa_bind numa_bind_nodes numa_bind_cpus shutdown_timeout fail_on_environ_validation"),
+    ("set CUDA_VISIBLE_DEVICES", (None,), "device_ids"),
+    ("use rank_timeout", (None,), "distributed_timeout_seconds cpu_distributed_timeout_seconds"),
     ("the name of a served model belongs to a server", None, "served_model_name"),
     ("the engine has one scheduler and one block manager", None, "num_scheduler_steps multi_step_stream_outputs"
      " use_v2_block_manager scheduler_delay_factor num_lookahead_slots disable_async_output_proc scheduler_cls"
-     " worker_cls stream_interval disable_cascade_attn block_allocator"),
+     " worker_cls worker_extension_cls stream_interval disable_cascade_attn block_allocator"
+     " disable_hybrid_kv_cache_manager prefix_match_unit"),
     ("safetensors files are copied straight to the device", None, "safetensors_load_strategy use_tqdm_on_load"
-     " ignore_patterns"),
+     " ignore_patterns safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location"
+     " low_cpu_mem_usage"),
     ("the prefix cache is keyed BLAKE2b", None, "prefix_caching_hash_algo"),
     ("parameters are SamplingParams' defaults unless a call passes others", ("auto", "vllm", None, {}),
      "generation_config override_generation_config"),
     # What is not supported: the values that switch it off are taken.
     ("LoRA is not supported; merge the adapter into the weights", _OFF, "enable_lora lora_modules enable_lora_bias"
-     " fully_sharded_loras default_mm_loras"),
+     " fully_sharded_loras default_mm_loras enable_tower_connector_lora"),
     ("LoRA is not supported, so its limits have no effect", None, "max_loras max_lora_rank max_cpu_loras lora_dtype"
-     " lora_extra_vocab_size long_lora_scaling_factors"),
+     " lora_extra_vocab_size long_lora_scaling_factors lora_target_modules specialize_active_lora"
+     " enable_mixed_moe_lora_format enable_moe_shared_loras"),
     ("prompt adapters are not supported; put the prompt into the text", _OFF, "enable_prompt_adapter"
      " max_prompt_adapters max_prompt_adapter_token"),
     ("code of a checkpoint is never run; use a model of a supported architecture", (None, False),
@@ -72,20 +83,37 @@ ENGINE_ARGUMENTS = _table(
     ("quantised checkpoints need no argument; pass quantization=\"fp8\" or \"int4\" to quantise a floating-point one",
      _OFF, "quantization_param_path load_in_4bit load_in_8bit quantization_config"),
     ("speculative decoding is not supported", _OFF, "speculative_config speculative_model num_speculative_tokens"
-     " speculative_draft_tensor_parallel_size ngram_prompt_lookup_max ngram_prompt_lookup_min"),
+     " speculative_draft_tensor_parallel_size ngram_prompt_lookup_max ngram_prompt_lookup_min spec_method"
+     " spec_model spec_tokens diffusion_config"),
     ("a model is split by tensor_parallel_size alone", _ONE, "pipeline_parallel_size data_parallel_size"
      " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
-     " data_parallel_backend"),
+     " data_parallel_backend data_parallel_rank data_parallel_start_rank data_parallel_size_local"
+     " data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb"
+     " data_parallel_multi_port_external_lb dcp_comm_backend dcp_kv_cache_interleave_size"
+     " cp_kv_cache_interleave_size all2all_backend enable_elastic_ep enable_ep_weight_filter ubatch_size"
+     " dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config"
+     " enable_eplb expert_placement_strategy pp_size dp_size ep_size"),
+    ("experts are split by tensor_parallel_size, and their choices are not returned", _OFF,
+     "enable_return_routed_experts"),
     ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb cpu_offload_params"
-     " kv_offloading_size"),
+     " kv_offloading_size kv_offloading_backend offload_backend offload_group_size offload_num_in_group"
+     " offload_prefetch_step offload_params"),
     ("images, audio and video are not supported; send text", _OFF, "limit_mm_per_prompt mm_processor_kwargs"
      " media_io_kwargs mm_processor_cache_gb disable_mm_preprocessor_cache enable_mm_embeds interleave_mm_strings"
-     " skip_mm_profiling allowed_local_media_path allowed_media_domains language_model_only"),
+     " skip_mm_profiling allowed_local_media_path allowed_media_domains language_model_only"
+     " mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode"
+     " mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path"
+     " mm_encoder_fp8_scale_save_margin io_processor_plugin renderer_num_workers video_pruning_rate mm_tensor_ipc"
+     " mm_ipc_gpu_memory_gb disable_chunked_mm_input"),
+    ("models with state-space layers are not supported", _OFF, "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype"
+     " mamba_block_size mamba_cache_mode mamba_backend enable_mamba_cache_stochastic_rounding"
+     " mamba_cache_philox_rounds gdn_prefill_backend"),
+    ("weights cannot be replaced while an engine runs; make a new LLM", _OFF, "weight_transfer_config"),
     ("the engine generates text; embeddings, scores and rewards are not supported", (None, "auto", "generate"),
      "task runner convert override_pooler_config pooler_config"),
     ("llguidance constrains outputs", None, "guided_decoding_backend guided_decoding_disable_fallback"
      " guided_decoding_disable_any_whitespace structured_outputs_config"),
-    ("use the parsers of nanovllm.chat", _OFF, "reasoning_parser"),
+    ("use the parsers of nanovllm.chat", _OFF, "reasoning_parser reasoning_parser_plugin reasoning_config"),
     ("the engine cannot sleep; delete the LLM, which frees its memory", _OFF, "enable_sleep_mode"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
      " logits_processor_pattern"),
@@ -97,34 +125,49 @@ ENGINE_ARGUMENTS = _table(
     ("the model and its tokenizer are at one place; download the revision, and pass its directory",
      (None, "main"), "revision tokenizer_revision code_revision"),
     ("a hub id is looked up in the Hugging Face cache; set HF_HOME, or pass a directory", (None,), "download_dir"
-     " hf_config_path config_format"),
-    ("the hub's token comes from the environment; set HF_TOKEN", (None, False, True), "hf_token"),
+     " hf_config_path config_format cache_dir local_files_only model_weights"),
+    ("the hub's token comes from the environment; set HF_TOKEN", (None, False, True), "hf_token token use_auth_token"),
     ("the checkpoint's config.json decides; edit a copy of it", _OFF, "hf_overrides rope_scaling rope_theta"
-     " override_neuron_config disable_sliding_window"),
+     " override_neuron_config disable_sliding_window model_class_overrides"),
     ("prompt embeddings are not supported; pass text or token ids", _OFF, "enable_prompt_embeds"),
     ("log-probabilities are of the raw logits", (None, "raw_logprobs"), "logprobs_mode"),
     ("the fp8 cache has no scales", _OFF, "calculate_kv_scales kv_cache_dtype_skip_layers"),
     ("kernels are chosen by kernel_priority, and CUDA graphs by enforce_eager", _OFF, "attention_backend"
-     " attention_config kernel_config compilation_config optimization_level use_cudagraph attn_implementation"),
+     " attention_config kernel_config compilation_config optimization_level use_cudagraph attn_implementation"
+     " attn_backend moe_backend linear_backend ir_op_priority enable_flashinfer_autotune override_attention_dtype"
+     " enable_bf16x3_router_gemm use_fp64_gumbel performance_mode kv_sharing_fast_prefill"),
     ("the KV cache is sized by gpu_memory_utilization or num_kvcache_blocks", (None,), "kv_cache_memory_bytes"
-     " max_memory"),
+     " max_memory mem_fraction_static"),
     ("an option of another engine, without a counterpart here", _OFF, "additional_config model_impl"
-     " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"),
+     " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"
+     " enable_cumem_allocator tokens_only allow_deprecated_quantization"),
     # Other names of arguments that the engine has.
     ("use kvcache_block_size", _RENAMED, "block_size"),
     ("use num_kvcache_blocks", _RENAMED, "num_gpu_blocks_override"),
     ("use dtype", _RENAMED, "torch_dtype"),
     ("use device; a model runs on one", _RENAMED, "device_map"),
-    ("use max_model_len", _RENAMED, "max_seq_len context_length max_total_tokens"),
+    ("use max_model_len", _RENAMED, "max_seq_len context_length max_total_tokens n_ctx"),
+    ("use model", _RENAMED, "model_path pretrained_model_name_or_path"),
+    ("use tensor_parallel_size", _RENAMED, "tp_size"),
+    ("use max_num_seqs", _RENAMED, "max_running_requests max_batch_size"),
+    ("use enable_prefix_caching=False", _RENAMED, "disable_radix_cache"),
+    ("the KV cache is always used", (None, True), "use_cache"),
 )  # fmt: skip
 """Arguments of `vllm.LLM`, and some of transformers' `from_pretrained`."""
 
 SAMPLING_ARGUMENTS = _table(
-    ("use max_tokens", _RENAMED, "max_new_tokens max_completion_tokens max_length"),
+    ("use max_tokens", _RENAMED, "max_new_tokens max_completion_tokens max_length max_output_tokens n_predict"
+     " num_predict"),
     ("use min_tokens", _RENAMED, "min_new_tokens min_length"),
     ("use temperature=0 for do_sample=False, and a temperature above 0 for do_sample=True", _RENAMED, "do_sample"),
     ("use n", _RENAMED, "num_return_sequences"),
-    ("use stop", _RENAMED, "stop_strings stop_sequences"),
+    ("use stop", _RENAMED, "stop_strings stop_sequences stop_words"),
+    ("use include_stop_str_in_output", _RENAMED, "no_stop_trim"),
+    ("stop strings are plain text; use stop", (None,), "stop_regex stopping_criteria"),
+    ("use LLM.stream", _RENAMED, "stream streamer"),
+    ("use repetition_penalty", _RENAMED, "repeat_penalty"),
+    ("pass the values as arguments of SamplingParams", (None,), "generation_config"),
+    ("the KV cache is always used", (None, True), "use_cache"),
     ("use stop_token_ids", _RENAMED, "eos_token_id"),
     ("use logprobs", _RENAMED, "top_logprobs output_scores output_logits"),
     ("use bad_words, with the words as text", _RENAMED, "bad_words_ids"),
@@ -134,10 +177,12 @@ SAMPLING_ARGUMENTS = _table(
      " length_penalty early_stopping num_beam_groups diversity_penalty"),
     ("use n, and choose the best by cumulative_logprob", _ONE, "best_of"),
     ("use structured_outputs, for example structured_outputs={\"json\": schema}", _OFF, "guided_decoding guided_json"
-     " guided_regex guided_choice guided_grammar"),
+     " guided_regex guided_choice guided_grammar regex json_schema ebnf grammar"),
     ("use structured_outputs=StructuredOutputs.of_response_format(...)", _OFF, "response_format"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
-     " logits_processor extra_args vllm_xargs"),
+     " logits_processor extra_args vllm_xargs custom_params guidance_scale watermarking_config"
+     " renormalize_logits exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id"),
+    ("speculative decoding is not supported", _OFF, "assistant_model prompt_lookup_num_tokens"),
     ("a prompt is not cut; shorten it", (None, -1), "truncate_prompt_tokens"),
     ("pass skip_tokenizer_init=True to LLM for outputs without a text", (None, True), "detokenize"),
     ("the text is the tokenizer's, spaces included", (None, True), "spaces_between_special_tokens"),
@@ -154,7 +199,8 @@ SAMPLING_ARGUMENTS = _table(
     ("a budget for thinking is not supported; use max_tokens", (None,), "thinking_token_budget"),
     ("this filter is not supported; use top_k, top_p or min_p", (None, 1), "typical_p tfs"),
     ("this filter is not supported; use top_k, top_p or min_p", _OFF, "epsilon_cutoff eta_cutoff top_a top_h"
-     " penalty_alpha no_repeat_ngram_size encoder_repetition_penalty xtc_probability dry_multiplier mirostat"),
+     " penalty_alpha no_repeat_ngram_size encoder_repetition_penalty xtc_probability xtc_threshold dry_multiplier"
+     " dry_base mirostat tfs_z smoothing_factor dynatemp_range"),
 )  # fmt: skip
 """Keywords of vLLM's SamplingParams, of transformers' GenerationConfig and of OpenAI's API."""
 
@@ -177,6 +223,11 @@ CALL_ARGUMENTS = _table(
     ("prompts are tokenised with the tokenizer's defaults; pass token ids for others", (None, {}),
      "tokenization_kwargs"),
     ("parts of a message's content are joined, a line each", None, "chat_template_content_format"),
+    ("use LLM.stream", (None, False), "stream"),
+    ("pass it in SamplingParams", _RENAMED, "n temperature top_k top_p min_p repetition_penalty presence_penalty"
+     " frequency_penalty max_tokens min_tokens stop stop_token_ids seed logprobs structured_outputs"),
+    ("pass SamplingParams(max_tokens=...)", _RENAMED, "max_new_tokens max_length"),
+    ("pass SamplingParams(temperature=0) for do_sample=False", _RENAMED, "do_sample"),
 )  # fmt: skip
 """Arguments of the methods `generate` and `chat` of `vllm.LLM`."""
 
@@ -192,6 +243,15 @@ METHODS = {
         ("profiles are written by `python bench.py --profile`", "start_profile stop_profile"),
         ("a request's metrics are in `output.metrics`", "get_metrics"),
         ("there are no workers to call; kernels are replaced by kernel_plugins", "collective_rpc apply_model"),
+        ("use add_request, step and is_finished, or AsyncLLM", "enqueue enqueue_chat wait_for_completion"),
+        ("pass the arguments to LLM", "from_engine_args"),
+        ("the number of ranks is tensor_parallel_size", "get_world_size"),
+        ("images, audio and video are not supported; send text", "reset_mm_cache"),
+        (
+            "weights cannot be replaced while an engine runs; make a new LLM",
+            "init_weight_transfer_engine start_weight_update start_draft_weight_update update_weights"
+            " finish_weight_update",
+        ),
     )
     for name in names.split()
 }

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 LEAVES = {
     "config", "console", "model_config", "model_entries", "model_families", "model_rope", "model_experts",
     "arguments", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
-    "structured_outputs",
+    "structured_outputs", "early_exit",
 }  # fmt: skip
 ALLOWED = {
     "hardware": set(),

@@ -90,6 +90,8 @@ class _Engine:
                 )  # fmt: skip
         finally:
             status.clear()
+            if "triton.runtime.interpreter" in sys.modules:
+                gc.unfreeze()  # nanobind would report what the interpreter leaves uncollected, in 40 lines
 
 
 def _show_version(wanted: bool) -> None:

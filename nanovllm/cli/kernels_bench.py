@@ -143,9 +143,11 @@ class _Table:
     """Shows each measurement when it is made."""
 
     def __init__(self, where: torch.device) -> None:
+        unit, self._unit = ("T", 1e12) if where.type == "cuda" else ("G", 1e9)
         columns = (
-            Column("case", 29), Column("provider", 18), Column("us", 9, number=True), Column("TB/s", 5, number=True),
-            Column("TFLOP/s", 7, number=True), Column("limit", 5, number=True),
+            Column("case", 29), Column("provider", 18), Column("us", 9, number=True),
+            Column(f"{unit}B/s", 5, number=True), Column(f"{unit}FLOP/s", 7, number=True),
+            Column("limit", 5, number=True),
         )  # fmt: skip
         self._where = where
         self._rows = Rows(*columns, title=_title(where))
@@ -169,8 +171,8 @@ class _Table:
         seconds = m.timing.median
         share = "" if m.share is None else f"{m.share:.0%}"
         self._rows.add(
-            case, provider, f"{1e6 * seconds:.2f}", f"{m.bytes / seconds / 1e12:.2f}",
-            f"{m.flops / seconds / 1e12:.1f}", share,
+            case, provider, f"{1e6 * seconds:.2f}", f"{m.bytes / seconds / self._unit:.2f}",
+            f"{m.flops / seconds / self._unit:.1f}", share,
         )  # fmt: skip
 
     def end(self) -> None:

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SHOWN_DIRECTORY = "~/my-kernel"  # stands for the directory that the commands run in
 _BLOCK = re.compile(r"^```(?P<info>[^`\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 # As pip writes it.
-CONSOLE_SCRIPT = "#!{}\nfrom nanovllm.cli import main\nif __name__ == '__main__':\n    main()\n"
+CONSOLE_SCRIPT = "#!{}\nfrom nanovllm.__main__ import main\nif __name__ == '__main__':\n    main()\n"
 _EXPORT = re.compile(r"export (\w+)=(\S+)")
 
 

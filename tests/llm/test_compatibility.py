@@ -180,6 +180,12 @@ def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
         (dict(task="embed"), "task='embed': the engine generates text"),
         (dict(block_size=16), "block_size=16: use kvcache_block_size"),
         (dict(torch_dtype="auto"), "torch_dtype='auto': use dtype"),
+        (dict(moe_backend="triton"), "moe_backend='triton': kernels are chosen by kernel_priority"),
+        (dict(mamba_cache_dtype="float32"), "mamba_cache_dtype='float32': models with state-space layers"),
+        (dict(data_parallel_rank=2), "data_parallel_rank=2: a model is split by tensor_parallel_size alone"),
+        (dict(tp_size=2), "tp_size=2: use tensor_parallel_size"),
+        (dict(cache_dir="/tmp"), "cache_dir='/tmp': a hub id is looked up in the Hugging Face cache"),
+        (dict(ubatch=2), "an unknown argument 'ubatch'; known are model, "),
         (dict(hf_overrides=print), "hf_overrides=<built-in function print>: the checkpoint's config.json decides"),
     ],
     ids=str,
@@ -197,6 +203,8 @@ def test_arguments_of_calls(llm):
             call(MESSAGES, GREEDY, use_tqdm=False, lora_request=[1])
         with pytest.raises(TypeError, match="unknown argument 'sampling_param'; did you mean 'sampling_params'"):
             call(MESSAGES, sampling_param=GREEDY)
+        with pytest.raises(TypeError, match=f"{call.__name__} got max_tokens=3: pass it in SamplingParams"):
+            call(MESSAGES, max_tokens=3)
 
 
 def test_other_names(llm):
@@ -209,6 +217,7 @@ def test_methods_of_vllm_that_are_missing_say_what_to_do(llm):
         ("beam_search", "use SamplingParams"),
         ("embed", "generates text"),
         ("sleep", "delete the LLM"),
+        ("enqueue", "use add_request"),
     ):
         with pytest.raises(AttributeError, match=rf"^LLM.{name}: .*{answer}"):
             getattr(llm, name)

@@ -134,7 +134,7 @@ def resolve_kernels(
     unused: dict[str, list[str]] = {}
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
-        parts = _named_parts(declared, ops, sources, origins)
+        parts = _named_parts(declared, ops, sources, origins, device)
         if use_custom_kernels:
             usual = _choose(declared, device, sources, origins)
             if not parts:
@@ -174,10 +174,16 @@ def _warn_if_it_serves_nothing(
 
 
 def _named_parts(
-    fused: OpDeclaration, ops: Mapping[str, OpDeclaration], sources: Sources, plugins: Sequence[str]
+    fused: OpDeclaration,
+    ops: Mapping[str, OpDeclaration],
+    sources: Sources,
+    plugins: Sequence[str],
+    device: torch.device,
 ) -> list[str]:
-    """The ops that a fused op combines and that the user named a provider of, or loaded a plugin for. If there are any,
-    the fused op is not used, unless the user named a provider of it as well."""
+    """The ops that a fused op combines and that the user named a provider of, or loaded a plugin for that can run.
+
+    If there are any, the fused op is not used, unless the user named a provider of it as well.
+    """
     _, wanted = wanted_providers(fused, sources)
     if any(fused.name in named for named in sources.values()):
         return []
@@ -185,7 +191,7 @@ def _named_parts(
         name
         for name in fused.fuses
         if wanted_providers(ops[name], sources)[1] not in ((), wanted)
-        or any(p.origin is not None and p.origin in plugins for p in ops[name].providers.values())
+        or any(p.origin in plugins and p.support(device) is None for p in ops[name].providers.values() if p.origin)
     ]
 
 
@@ -202,7 +208,7 @@ def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] =
 def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> str:
     """Why the first of `rank` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
-    if parts := _named_parts(declared, all_ops(), from_environment(), plugins):
+    if parts := _named_parts(declared, all_ops(), from_environment(), plugins, device):
         return f"engines do not use this op: it contains {', '.join(parts)}, of which you chose a provider"
     if wanted_providers(declared, from_environment())[1]:
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
@@ -220,7 +226,7 @@ def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str
 
 
 def _first(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> Provider:
-    if _named_parts(declared, all_ops(), from_environment(), plugins):
+    if _named_parts(declared, all_ops(), from_environment(), plugins, device):
         return declared.providers[NATIVE]
     return _choose(declared, device, from_environment(), plugins)
 

@@ -102,6 +102,16 @@ def test_one_that_was_named_and_serves_nothing_says_why(plugin, caplog):
     assert "empty.py serves no op: it registers no provider and declares no op" in caplog.messages[-1]
 
 
+def test_a_fused_op_stays_if_the_plugins_kernel_of_a_part_cannot_run(plugin, caplog):
+    usual = resolve_kernels(CPU).providers
+    assert usual["decoder_step"] == "cpu"
+    text = PROVIDER.format(name="mine").replace("softmax", "silu_and_mul").replace("(x)", "(gate_up)")
+    path = plugin(text.replace('"mine")', '"mine", support=lambda device: "no fish")', 1))
+    assert resolve_kernels(CPU, plugins=[path]).providers == usual
+    assert caplog.messages == [f"kernel plugin {path} serves no op: silu_and_mul, mine: no fish"]
+    assert resolve_kernels(CPU, plugins=[plugin(text)]).providers["decoder_step"] == "native"
+
+
 def test_one_that_was_mended_is_loaded_the_next_time(plugin):
     path = plugin("raise ValueError('not yet')")
     assert load_plugins([path]) == []

@@ -1,0 +1,78 @@
+"""Ctrl-C while a program imports its modules."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SLOW = """
+import sys, time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("a KeyboardInterrupt reached the module", file=sys.stderr)
+    raise
+"""
+
+
+def popen(arguments, path, **kwargs):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=environment, **kwargs)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, module, arguments",
+    [
+        ("nanovllm", "typer", ["-m", "nanovllm", "--help"]),
+        ("nanovllm", "torch", ["-m", "nanovllm", "kernels", "list"]),
+        ("example.py", "torch", [str(ROOT / "example.py")]),
+        ("bench.py", "torch", [str(ROOT / "bench.py"), "--device", "cpu"]),
+        ("test_custom_kernels.py", "torch", [str(ROOT / "test_custom_kernels.py")]),
+    ],
+)
+def test_a_program_that_is_interrupted_while_it_imports_says_one_line(name, module, arguments, tmp_path):
+    (tmp_path / f"{module}.py").write_text(SLOW)
+    process = popen(arguments, tmp_path)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, err.strip()) == (130, f"{name}: interrupted")
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_an_interrupt_after_the_imports_is_a_keyboard_interrupt(loaded, tmp_path):
+    (tmp_path / "torch.py").write_text("")
+    program = f"""
+{"import torch" if loaded else ""}
+import os, signal
+from nanovllm.console import run_program
+
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except KeyboardInterrupt:
+        print("kept what there is")
+        raise
+
+run_program("program", main)
+"""
+    process = popen(["-c", program], tmp_path)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (130, "kept what there is\n", "\nprogram: interrupted\n")
+
+
+def test_a_background_job_of_a_shell_ignores_ctrl_c_still(tmp_path):
+    (tmp_path / "typer.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(1)\nraise SystemExit(7)"
+    )
+    process = popen(["-m", "nanovllm"], tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 7
