@@ -113,6 +113,7 @@ def _add_engine(group: Any) -> None:
     )
     group.add_argument(
         "--piggyback-prefill",
+        "--ride-prompts",
         action=argparse.BooleanOptionalAction,
         help="compute prompts within decode steps; by default the engine decides by the model",
     )
