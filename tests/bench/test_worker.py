@@ -197,7 +197,7 @@ def test_weights_count_as_many_bytes_as_are_read(read, quantised):
     assert row.repeats[0].bytes == usual.repeats[0].bytes + more
 
 
-@pytest.mark.parametrize("quant, nbytes", [("Q8_0", 34 / 32), ("Q4_1", 20 / 32), ("F16", None)])
+@pytest.mark.parametrize("quant, nbytes", [("Q8_0", 34 / 32), ("Q4_1", 20 / 32), ("F16", 2), ("F32", None)])
 def test_packed_weights_on_a_cpu_count_their_packed_bytes(tmp_path, monkeypatch, quant, nbytes):
     monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)
     pytest.importorskip("gguf")

@@ -16,6 +16,7 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.kernels.op.registry import temporary
 from tests import tiny
 from tests.engine.fast.replayed import ReplayedFunctions
 
@@ -167,7 +168,7 @@ def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
     plugin = tmp_path / "fault.py"
     plugin.write_text(PLUGIN.format(fault=fault) + textwrap.indent(what, "    "))
     before = children()
-    with pytest.raises(RuntimeError, match=said):
+    with temporary(), pytest.raises(RuntimeError, match=said):
         llm = make(
             directory,
             kernel_plugins=[str(plugin)],
