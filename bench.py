@@ -1,19 +1,22 @@
-"""How fast is this model on this device, how far from what the hardware allows, and where does the time go?
+"""How fast is this model, how far from the limit, and where does its time go?
 
-    python bench.py                                     # Qwen3-0.6B's shape, random weights, on a GPU; SmolLM2 on a CPU
+    python bench.py              # on a GPU Qwen3-0.6B's shape, random weights,
+                                 # on a CPU SmolLM2-135M-Instruct
     python bench.py --preset qwen3-8b --workload bs1,std256 --repeat 5
-    python bench.py --model path/to/model --num-requests 64 --input-len 100-1000 --output-len 200
-    python bench.py --compare                           # custom kernels against every op's reference
-    python bench.py --ablate --workload bs1             # what is each op's custom kernel worth?
-    python bench.py --engine nanovllm,transformers,vllm # beside its peers
-    python bench.py --engine nanovllm,sglang --engine-path sglang=~/sglang/lib/python3.12/site-packages
-    python bench.py --device cpu --engine nanovllm,llama.cpp,openvino,transformers --temperature 0 --rounds 3
+    python bench.py --model DIR --num-requests 64 --input-len 99 --output-len 9
+    python bench.py --compare    # custom kernels against every op's reference
+    python bench.py --ablate     # what is each op's custom kernel worth?
+    python bench.py --engine nanovllm,transformers,vllm   # beside its peers
+    python bench.py --engine sglang --engine-path sglang=VENV/.../site-packages
+    python bench.py --engine nanovllm,llama.cpp,openvino --device cpu --rounds 3
     python bench.py --save; python bench.py --history; python bench.py --check
-    python bench.py --tables docs/log/results.md        # put the kept results between the file's markers
+    python bench.py --tables FILE    # put the kept results between its markers
 
-Each configuration runs in a process of its own, and so does the measurement of the device's rates, before them and
-after. `--limit SECONDS` ends a row that takes longer. A profile of the first workload follows, apart from the timed
-runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as a page. `--no-profile` leaves it out.
+Each configuration runs in a process of its own, and so does the measurement of
+the device's rates, before them and after. `--limit SECONDS` ends a row that
+takes longer. A profile of the first workload follows, apart from the timed
+runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as
+a page. `--no-profile` leaves it out.
 """
 
 import argparse
@@ -28,7 +31,9 @@ ROOT = Path(__file__).resolve().parent
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        usage="bench.py [options]", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     _add_model(p.add_argument_group("the model"))
     _add_load(p.add_argument_group("the load"))
     _add_engine(p.add_argument_group("the engine"))

@@ -326,6 +326,14 @@ def test_dtypes_have_short_names_and_an_unknown_preset_is_one_line(capfd):
     assert "did you mean 'qwen3-0.6b'" in capfd.readouterr().err
 
 
+def test_the_help_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: bench.py [options]" and max(map(len, lines)) <= 80
+
+
 def test_json_on_standard_output_comes_alone(model, capfd):
     arguments = ["--model", str(model), "--device", "cpu", "--no-profile", *SMALL, "--json", "-"]
     assert bench.main(arguments, in_process(LLM, here)) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,7 +33,7 @@ def show(
     write_json(json_file, document | {"reference": _source(declared)})
     if json_file == STDOUT:
         return
-    print(f"{declared.name}{declared.signature}\n\n{inspect.getdoc(declared)}\n")
+    print(f"{_signature(declared)}\n\n{inspect.getdoc(declared)}\n")
     table = Rows(Column("declared", 12), Column("", 67))
     for name, value in facts.items():
         for i, line in enumerate(common.wrapped(value, 67)):
@@ -44,6 +45,17 @@ def show(
         table.add(row["provider"], row["GPUs"], row["function"])
     table.end()
     print(f"\n`nanovllm kernels why {op}` says which one runs here.")
+
+
+def _signature(declared: Op) -> str:
+    """As Python writes it, without the modules of our types; a line for each parameter if 80 columns are too few."""
+    short = re.sub(r"\bnanovllm(\.\w+)+\.(\w+)", r"\2", f"{declared.name}{declared.signature}")
+    if len(short) <= 80:
+        return short
+    name, _, rest = short.partition("(")
+    parameters, _, result = rest.rpartition(")")
+    lines = re.split(r", (?=\w+:)", parameters)
+    return f"{name}(\n    " + ",\n    ".join(lines) + f",\n){result}"
 
 
 def _facts(declared: Op) -> dict[str, str]:

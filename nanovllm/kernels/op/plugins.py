@@ -89,6 +89,8 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
                     torch_library.register_or_warn(declared)
         except (Exception, SystemExit) as e:  # whatever a plugin's code raises
             failure = f"{type(e).__name__}: {e}"
+            if isinstance(e, FileNotFoundError) and e.filename == name:
+                failure = "there is no such file"
             if isinstance(e, ModuleNotFoundError) and e.name == name:
                 failure += "; a file is named with its path and .py"
         _loaded[name] = _Loaded(text, failure)
