@@ -41,7 +41,7 @@ def bench(
 ) -> None:
     """Time the providers of an op: medians with cold caches, and their share of the hardware limit.
 
-    Ctrl-C keeps what was measured. Fails if nothing can be measured.
+    Ctrl-C keeps what was measured. Fails if a provider raises or nothing can be measured.
     """
     from nanovllm.kernels.testing.compare import compiled
 
@@ -81,6 +81,8 @@ def bench(
     write_json(None if save is None else str(save), document)
     if save_table is not None:
         print(f"wrote {write_table(where, results, save_table, document['date'])}")
+    if any(m.failed for m in results):
+        raise typer.Exit(1)
 
 
 def _measure(

@@ -42,6 +42,7 @@ class Measurement:
             a CPU, for few bytes, and for matrix products.
         peak_bytes: device memory above the inputs that the call took at its peak, results included. None on a CPU.
         reason: why there is no timing.
+        failed: the provider raised, though it accepts the call.
         without_plan: the time does not include what the provider does once for a batch. No call of the op is so fast,
             so no provider is selected by it.
     """
@@ -58,6 +59,7 @@ class Measurement:
     copy: float | None = None
     peak_bytes: int | None = None
     reason: str | None = None
+    failed: bool = False
     without_plan: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def measure(
     except torch.OutOfMemoryError:
         return measured(reason="out of memory")
     except Exception as e:
-        return measured(reason=f"{type(e).__name__}: {e}")
+        return measured(reason=f"{type(e).__name__}: {e}", failed=True)
     finally:
         sets.clear()
         calls.clear()
