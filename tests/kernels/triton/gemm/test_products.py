@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import silu
 
 triton = pytest.importorskip("triton")
+from nanovllm import kernels as ops
 from nanovllm.kernels.extra.gated_mlp import gated_mlp as native_gated_mlp
 from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS
 from nanovllm.kernels.extra.linear_bias_act import linear_bias_act as native_linear_bias_act
@@ -237,19 +238,19 @@ def test_plans_cover_any_shape():
 @pytest.mark.parametrize(
     "call, named",
     [
-        (lambda x, w, b: linear_bias_act(x, w, b, "swish"), "activation"),
-        (lambda x, w, b: linear_bias_act(x, w[:, :4], b), "weight"),
-        (lambda x, w, b: linear_bias_act(x, w[0], b), "weight"),
-        (lambda x, w, b: linear_bias_act(x, w.double(), b), "weight"),
-        (lambda x, w, b: linear_bias_act(x, w, b[:3]), "bias"),
-        (lambda x, w, b: linear_bias_act(x.long(), w, b), "x"),
-        (lambda x, w, b: linear_bias_act(x.double(), w.double()), "x"),
-        (lambda x, w, b: gated_mlp(x, w, w.T, "relu"), "activation"),
-        (lambda x, w, b: gated_mlp(x, w[:5], w.T), "gate_up"),
-        (lambda x, w, b: gated_mlp(x, w, w.T), "down"),
+        (lambda x, w, b: ops.linear_bias_act(x, w, b, "swish"), "activation"),
+        (lambda x, w, b: ops.linear_bias_act(x, w[:, :4], b), "linear_bias_act: weight"),
+        (lambda x, w, b: ops.linear_bias_act(x, w[0], b), "linear_bias_act: weight"),
+        (lambda x, w, b: ops.linear_bias_act(x, w.double(), b), "linear_bias_act: weight"),
+        (lambda x, w, b: ops.linear_bias_act(x, w, b[:3]), "linear_bias_act: bias"),
+        (lambda x, w, b: ops.linear_bias_act(x.long(), w, b), "linear_bias_act: x"),
+        (lambda x, w, b: ops.gated_mlp(x, w, w[:3].T, "relu"), "activation"),
+        (lambda x, w, b: ops.gated_mlp(x, w[:5], w.T), "gated_mlp: gate_up"),
+        (lambda x, w, b: ops.gated_mlp(x, w, w.T), "gated_mlp: down"),
     ],
 )
 def test_wrong_arguments_are_named(call, named):
+    """The op checks tensors before a kernel sees them."""
     x, w, b = randn(5, 8, dtype=torch.float32), randn(6, 8, dtype=torch.float32), randn(6, dtype=torch.float32)
     with pytest.raises(ValueError, match=f"^{named}: "):
         call(x, w, b)
