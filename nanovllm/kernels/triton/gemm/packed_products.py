@@ -147,7 +147,8 @@ def _linear_fp8(
         )  # fmt: skip
     columns = _ALL if scale.shape[1] == 1 else width
     w = dequantised(codes, size, x.dtype, scale, bits=8, floats=True, d_rows=scale_rows, d_columns=columns)
-    return F.linear(x, w, bias), form == "product"
+    # As in the reference: interpreted on a CPU with AMX, the library would read NaN from between the rows of x.
+    return F.linear(x.contiguous(), w, bias), form == "product"
 
 
 def _linear_int(
