@@ -126,7 +126,8 @@ def test_training_a_module_with_the_default_backend():
         want = torch.autograd.grad(block(*args).square().sum(), wanted)
         got = torch.autograd.grad(torch.compile(block, fullgraph=True)(*args).square().sum(), wanted)
         for a, b in zip(got, want):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+            # The gradient of softmax is a difference of large terms: its error goes with the largest, not with the result.
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item()))
 
 
 def test_only_a_graph_for_training_is_the_references():
