@@ -7,9 +7,10 @@ as many as its shards have forms of storage. Each matrix knows its op, such as `
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -67,9 +68,10 @@ class StoredMatrix(ABC):
         """(rows, columns) of the weight."""
 
     @property
-    @abstractmethod
     def planes(self) -> dict[str, torch.Tensor]:
-        """The tensors of which it is made, by name."""
+        """The tensors of which it is made, by name: those among the fields of its dataclass."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
     @abstractmethod
     def operands(self) -> tuple[Any, ...]:
@@ -83,9 +85,21 @@ class StoredMatrix(ABC):
     def stored(self) -> torch.Tensor:
         """float32 [rows, columns], its columns in stored order."""
 
-    @abstractmethod
+    def with_rows(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> StoredMatrix:
+        """The same form with other rows: (name, plane) -> the new plane, of each plane that has a row for each row.
+
+        8-bit floats are given and taken as uint8, since not every function knows them.
+        """
+        changed = {}
+        for name, plane in self.planes.items():
+            if name != "permutation":
+                stored = plane.view(torch.uint8) if plane.dtype == torch.float8_e4m3fn else plane
+                changed[name] = change(name, stored).view(plane.dtype)
+        return replace(self, **changed)  # type: ignore[type-var, no-any-return]
+
     def take_rows(self, index: torch.Tensor) -> StoredMatrix:
         """The rows that int64 [n] names."""
+        return self.with_rows(lambda name, plane: plane[index])
 
     def rows(self, start: int, length: int) -> StoredMatrix:
         """Adjacent rows."""
@@ -94,17 +108,28 @@ class StoredMatrix(ABC):
         device = next(iter(self.planes.values())).device
         return self.take_rows(torch.arange(start, start + length, device=device))
 
-    @abstractmethod
     def padded(self, rows: int) -> StoredMatrix:
         """With rows of zeros behind it, `rows` in all."""
+        more = rows - self.shape[0]
+        return self.with_rows(
+            lambda name, plane: torch.cat([plane, plane.new_zeros(more, *plane.shape[1:])]) if more > 0 else plane
+        )
 
     @abstractmethod
     def columns(self, start: int, length: int) -> StoredMatrix | None:
         """Adjacent columns; None: its blocks cannot be cut there."""
 
-    @abstractmethod
+    def joins(self, other: StoredMatrix) -> bool:
+        """Whether another matrix below this one is stored in the same way."""
+        return False
+
     def joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
         """This matrix with others below it, as one; None: they are stored in another way."""
+        if not all(map(self.joins, others)):
+            return None
+        return self.with_rows(
+            lambda name, plane: torch.cat([plane, *(m.planes[name].view(plane.dtype) for m in others)])
+        )
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[rows, columns], computed in float32 and rounded to `dtype` once."""

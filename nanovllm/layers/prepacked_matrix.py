@@ -49,13 +49,13 @@ class PrepackedMatrix(StoredMatrix):
     def rows(self, start: int, length: int) -> StoredMatrix:
         return self._dense().rows(start, length)
 
-    def padded(self, rows: int) -> FloatMatrix:
+    def padded(self, rows: int) -> StoredMatrix:
         return self._dense().padded(rows)
 
     def columns(self, start: int, length: int) -> FloatMatrix:
         return self._dense().columns(start, length)
 
-    def joined(self, others: Sequence[StoredMatrix]) -> FloatMatrix | None:
+    def joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
         dense = [m._dense() if isinstance(m, PrepackedMatrix) else m for m in others]
         return self._dense().joined(dense)
 

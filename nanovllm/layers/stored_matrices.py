@@ -25,29 +25,17 @@ class FloatMatrix(StoredMatrix):
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
 
-    @property
-    def planes(self) -> dict[str, torch.Tensor]:
-        return {"weight": self.weight}
-
     def operands(self) -> tuple[Any, ...]:
         return (self.weight,)
 
     def stored(self) -> torch.Tensor:
         return self.weight.float()
 
-    def take_rows(self, index: torch.Tensor) -> FloatMatrix:
-        return FloatMatrix(self.weight[index])
-
-    def padded(self, rows: int) -> FloatMatrix:
-        return FloatMatrix(_padded(self.weight, rows))
-
     def columns(self, start: int, length: int) -> FloatMatrix:
         return FloatMatrix(self.weight.narrow(1, start, length).contiguous())
 
-    def joined(self, others: Sequence[StoredMatrix]) -> FloatMatrix | None:
-        if not all(isinstance(m, FloatMatrix) and m.weight.dtype == self.weight.dtype for m in others):
-            return None
-        return FloatMatrix(torch.cat([self.weight, *(m.planes["weight"] for m in others)]))
+    def joins(self, other: StoredMatrix) -> bool:
+        return isinstance(other, FloatMatrix) and other.weight.dtype == self.weight.dtype
 
 
 @dataclass(frozen=True)
@@ -71,10 +59,6 @@ class Fp8Matrix(StoredMatrix):
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.weight.shape[1]
 
-    @property
-    def planes(self) -> dict[str, torch.Tensor]:
-        return {"weight": self.weight, "scale": self.scale}
-
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.scale
 
@@ -92,9 +76,8 @@ class Fp8Matrix(StoredMatrix):
         rows = torch.arange(self.shape[0], device=self.scale.device) // height
         return replace(self, scale=self.scale[rows])
 
-    def take_rows(self, index: torch.Tensor) -> Fp8Matrix:
-        scale = self.by_row().scale[index]
-        return replace(self, weight=self.weight.view(torch.uint8)[index].view(torch.float8_e4m3fn), scale=scale)
+    def take_rows(self, index: torch.Tensor) -> StoredMatrix:
+        return StoredMatrix.take_rows(self.by_row(), index)
 
     def rows(self, start: int, length: int) -> StoredMatrix:
         height, _ = block_shape(self.weight, self.scale)
@@ -104,9 +87,8 @@ class Fp8Matrix(StoredMatrix):
         scale = self.scale[start // BLOCK : -(-(start + length) // BLOCK)]
         return replace(self, weight=self.weight[start : start + length], scale=scale)
 
-    def padded(self, rows: int) -> Fp8Matrix:
-        weight = _padded(self.weight.view(torch.uint8), rows).view(torch.float8_e4m3fn)
-        return replace(self, weight=weight, scale=_padded(self.by_row().scale, rows))
+    def padded(self, rows: int) -> StoredMatrix:
+        return StoredMatrix.padded(self.by_row(), rows)
 
     def columns(self, start: int, length: int) -> Fp8Matrix | None:
         scale = self.scale
@@ -117,17 +99,19 @@ class Fp8Matrix(StoredMatrix):
         weight = self.weight.view(torch.uint8).narrow(1, start, length).contiguous()
         return replace(self, weight=weight.view(torch.float8_e4m3fn), scale=scale)
 
-    def joined(self, others: Sequence[StoredMatrix]) -> Fp8Matrix | None:
-        matrices = [self, *(m for m in others if isinstance(m, Fp8Matrix))]
-        if len(matrices) <= len(others) or len({m.scale.shape[1] for m in matrices}) > 1:
+    def joins(self, other: StoredMatrix) -> bool:
+        return isinstance(other, Fp8Matrix) and other.scale.shape[1] == self.scale.shape[1]
+
+    def joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
+        matrices = [m for m in (self, *others) if isinstance(m, Fp8Matrix)]
+        if len(matrices) <= len(others):
             return None
         blocks = all(block_shape(*m.operands())[0] in (BLOCK, m.shape[0]) for m in matrices)
         whole = all(m.shape[0] % BLOCK == 0 for m in matrices[:-1])
         if not (blocks and whole and all(m.scale.shape[0] == -(-m.shape[0] // BLOCK) for m in matrices)):
             matrices = [m.by_row() for m in matrices]
-        weight = torch.cat([m.weight.view(torch.uint8) for m in matrices]).view(torch.float8_e4m3fn)
-        both = all(m.quantises_activations for m in matrices)
-        return Fp8Matrix(weight, torch.cat([m.scale for m in matrices]), both)
+        first = replace(matrices[0], quantises_activations=all(m.quantises_activations for m in matrices))
+        return StoredMatrix.joined(first, matrices[1:])
 
 
 @dataclass(frozen=True)
@@ -157,11 +141,6 @@ class IntMatrix(StoredMatrix):
         """Columns that share a scale."""
         return self.shape[1] // self.scale.shape[1]
 
-    @property
-    def planes(self) -> dict[str, torch.Tensor]:
-        named = {"weight": self.weight, "scale": self.scale, "zero": self.zero, "permutation": self.permutation}
-        return {name: plane for name, plane in named.items() if plane is not None}
-
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.scale, self.zero
 
@@ -174,14 +153,6 @@ class IntMatrix(StoredMatrix):
 
     def stored(self) -> torch.Tensor:
         return dequantise_affine(self.values(), self.scale, 1 << self.bits - 1 if self.zero is None else self.zero)
-
-    def take_rows(self, index: torch.Tensor) -> IntMatrix:
-        zero = None if self.zero is None else self.zero[index]
-        return replace(self, weight=self.weight[index], scale=self.scale[index], zero=zero)
-
-    def padded(self, rows: int) -> IntMatrix:
-        zero = None if self.zero is None else _padded(self.zero, rows)
-        return replace(self, weight=_padded(self.weight, rows), scale=_padded(self.scale, rows), zero=zero)
 
     def columns(self, start: int, length: int) -> IntMatrix | None:
         whole, group = start == 0 and length == self.shape[1], self.group_size
@@ -201,7 +172,7 @@ class IntMatrix(StoredMatrix):
         zero = None if self.zero is None else cut(self.zero, group)
         return replace(self, weight=weight, scale=cut(self.scale, group), zero=zero)
 
-    def _joins(self, other: StoredMatrix) -> bool:
+    def joins(self, other: StoredMatrix) -> bool:
         if not isinstance(other, IntMatrix) or (other.bits, other.scale.dtype) != (self.bits, self.scale.dtype):
             return False
         if other.scale.shape[1] != self.scale.shape[1]:
@@ -210,19 +181,17 @@ class IntMatrix(StoredMatrix):
             return self.permutation is other.permutation
         return torch.equal(self.permutation, other.permutation)
 
-    def _zeros(self) -> torch.Tensor:
+    def _with_zero(self) -> IntMatrix:
         default = torch.full_like(self.scale, 1 << self.bits - 1, dtype=torch.uint8)
-        return default if self.zero is None else self.zero
+        return replace(self, zero=default if self.zero is None else self.zero)
 
-    def joined(self, others: Sequence[StoredMatrix]) -> IntMatrix | None:
-        matrices = [self, *(m for m in others if isinstance(m, IntMatrix) and self._joins(m))]
+    def joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
+        matrices = [m for m in (self, *others) if isinstance(m, IntMatrix)]
         if len(matrices) <= len(others):
             return None
-        zero = None
         if any(m.zero is not None for m in matrices):
-            zero = torch.cat([m._zeros() for m in matrices])
-        weight, scale = torch.cat([m.weight for m in matrices]), torch.cat([m.scale for m in matrices])
-        return replace(self, weight=weight, scale=scale, zero=zero)
+            matrices = [m._with_zero() for m in matrices]
+        return StoredMatrix.joined(matrices[0], matrices[1:])
 
 
 @dataclass(frozen=True)
@@ -241,10 +210,6 @@ class GGUFMatrix(StoredMatrix):
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.size
 
-    @property
-    def planes(self) -> dict[str, torch.Tensor]:
-        return {"weight": self.weight}
-
     def operands(self) -> tuple[Any, ...]:
         return self.weight, self.kind
 
@@ -260,12 +225,6 @@ class GGUFMatrix(StoredMatrix):
             return self
         return GGUFMatrix(*gguf_planes(self.weight, self.kind), self.size)
 
-    def take_rows(self, index: torch.Tensor) -> GGUFMatrix:
-        return replace(self, weight=self.weight[index])
-
-    def padded(self, rows: int) -> GGUFMatrix:
-        return replace(self, weight=_padded(self.weight, rows))
-
     def columns(self, start: int, length: int) -> GGUFMatrix | None:
         form = GGUF_TYPES[self.kind.removesuffix("/planes")]
         if start == 0 and length == self.size:
@@ -275,10 +234,8 @@ class GGUFMatrix(StoredMatrix):
         first, last = (n // form.block_size * form.block_bytes for n in (start, start + length))
         return GGUFMatrix(self.weight[:, first:last].contiguous(), self.kind, length)
 
-    def joined(self, others: Sequence[StoredMatrix]) -> GGUFMatrix | None:
-        if not all(isinstance(m, GGUFMatrix) and m.kind == self.kind for m in others):
-            return None
-        return replace(self, weight=torch.cat([self.weight, *(m.planes["weight"] for m in others)]))
+    def joins(self, other: StoredMatrix) -> bool:
+        return isinstance(other, GGUFMatrix) and other.kind == self.kind
 
     def not_finite(self) -> torch.Tensor:
         """The number of scales and minima in the blocks that are NaN or infinite."""
@@ -291,9 +248,3 @@ class GGUFMatrix(StoredMatrix):
                 bad = bad + (~blocks[..., at : at + length].contiguous().view(torch.float16).isfinite()).sum()
             at += length
         return bad
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    return (
-        torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])]) if rows > len(tensor) else tensor
-    )

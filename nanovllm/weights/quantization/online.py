@@ -112,7 +112,7 @@ def to_int(weight: torch.Tensor, bits: int, group: int, at_once: int = WEIGHTS_A
     dtype = torch.float16 if bool((weight.abs() < 2**15).all()) else torch.float32
     parts = [_to_int(part, bits, group, dtype) for part in weight.split(_rows(weight, at_once))]
     whole = parts[0].joined(parts[1:]) if len(parts) > 1 else parts[0]
-    assert whole is not None
+    assert isinstance(whole, IntMatrix)
     return whole
 
 
