@@ -43,16 +43,23 @@ def nbytes(*tensors: torch.Tensor | None) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
-def product_cost(x: torch.Tensor, rows: int, *read: torch.Tensor | None, written: int | None = None) -> Cost:
+def product_cost(
+    x: torch.Tensor, rows: int, *read: torch.Tensor | None, written: int | None = None, size: int | None = None,
+    more_flops: int = 0, fp8: bool = False,
+) -> Cost:  # fmt: skip
     """Of x [..., size] times a weight [rows, size], stored in any form.
 
     Args:
         read: the tensors besides x that are read: the weight, its scales, a bias.
         written: results of a row of x; None: `rows`.
+        size: columns of the weight, where x is not yet what it is multiplied with; None: those of x.
+        more_flops: those of what else is computed.
+        fp8: the product is of 8-bit floats with 8-bit floats.
     """
     tokens = x.numel() // max(1, x.shape[-1])
     moved = nbytes(x, *read) + tokens * (rows if written is None else written) * x.element_size()
-    return Cost(moved, 2 * tokens * rows * x.shape[-1])
+    products = 2 * tokens * rows * (x.shape[-1] if size is None else size)
+    return Cost(moved, products + more_flops, products if fp8 else 0)
 
 
 def copy_of(value: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
+from nanovllm.kernels.op.declaration import Inputs, at_least_one, product_cost
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
@@ -27,18 +27,10 @@ def _inputs(t, tokens, outputs, size):
     }
 
 
-def _cost_of(x, residual, norm_weight, weight, bias, outputs):
-    rows = x.numel() // max(1, x.shape[-1])
-    moved = nbytes(x, residual, norm_weight, weight, bias) + (nbytes(x) if residual is not None else 0)
-    return Cost(moved + rows * outputs * x.element_size(), 2 * rows * weight.numel() + 5 * x.numel())
-
-
-def _cost(x, residual, norm_weight, eps, weight, bias=None):
-    return _cost_of(x, residual, norm_weight, weight, bias, weight.shape[0])
-
-
-def _gate_up_cost(x, residual, norm_weight, eps, weight):
-    return _cost_of(x, residual, norm_weight, weight, None, weight.shape[0] // 2)
+def after_norm_cost(x, residual, norm_weight, weight, *read, written=None, fp8=False):
+    """Of a product with a norm of x and a residual, whose sum is written too. The rest: as of `product_cost`."""
+    given = norm_weight, residual, residual, weight, *read
+    return product_cost(x, weight.shape[0], *given, written=written, more_flops=5 * x.numel(), fp8=fp8)
 
 
 def _normed(
@@ -62,7 +54,9 @@ def _normed(
         decode=[(1, 4096, 1024), (8, 4096, 1024), (64, 4096, 1024), (1, 4096, 2048), (1, 6144, 4096)],
         scales=(1.0, 50.0),
     ),
-    cost=_cost,
+    cost=lambda x, residual, norm_weight, eps, weight, bias=None: after_norm_cost(
+        x, residual, norm_weight, weight, bias
+    ),
     tolerance=_TOLERANCE,
     fuses=("add_rms_norm", "rms_norm", "linear"),
 )  # fmt: skip
@@ -99,7 +93,9 @@ def add_rms_norm_linear(
         decode=[(1, 3072, 1024), (8, 3072, 1024), (64, 3072, 1024), (1, 6144, 2048), (1, 12288, 4096)],
         scales=(1.0, 50.0),
     ),
-    cost=_gate_up_cost,
+    cost=lambda x, residual, norm_weight, eps, weight: after_norm_cost(
+        x, residual, norm_weight, weight, written=weight.shape[0] // 2
+    ),
     tolerance=_TOLERANCE,
     fuses=("add_rms_norm", "rms_norm", "silu_and_mul", "linear", "linear_silu_and_mul"),
 )

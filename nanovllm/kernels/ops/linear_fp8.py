@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
 
 BLOCK = 128
@@ -63,12 +63,6 @@ def needs(numbers):
     return None
 
 
-def cost(x, weight, scale, bias=None):
-    rows = x.numel() // max(1, x.shape[-1])
-    moved = nbytes(x, weight, scale, bias) + rows * weight.shape[0] * x.element_size()
-    return Cost(moved, 2 * rows * weight.numel())
-
-
 @op(
     arguments={
         "x": "[..., size]",
@@ -91,7 +85,7 @@ def cost(x, weight, scale, bias=None):
         large=[(2048, 1024, 3072), (8192, 4096, 4096)],
         scales=(1.0, 50.0),
     ),
-    cost=cost,
+    cost=lambda x, weight, scale, bias=None: product_cost(x, weight.shape[0], weight, scale, bias),
 )  # fmt: skip
 def linear_fp8(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None

@@ -3,11 +3,11 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
+from nanovllm.kernels.ops.add_rms_norm_linear import after_norm_cost
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8, make_inputs, needs
-from nanovllm.kernels.ops.linear_fp8 import cost as cost_of_products
 from nanovllm.kernels.ops.norm import add_rms_norm
 
 LARGEST = 448.0
@@ -50,11 +50,6 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
     return BLOCK
 
 
-def cost(x, weight, scale, bias=None):
-    same = cost_of_products(x, weight, scale, bias)
-    return Cost(same.bytes, same.flops, fp8_flops=same.flops)
-
-
 @op(
     arguments={
         "x": "[..., size]",
@@ -72,7 +67,7 @@ def cost(x, weight, scale, bias=None):
         large=[(2048, 1024, 3072), (8192, 4096, 4096), (8192, 4096, 4096, 1, 0)],
         scales=(1.0, 50.0),
     ),
-    cost=cost,
+    cost=lambda x, weight, scale, bias=None: product_cost(x, weight.shape[0], weight, scale, bias, fp8=True),
 )  # fmt: skip
 def linear_fp8_dynamic(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
@@ -108,10 +103,9 @@ def _gated_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOC
 
 
 def _gated_cost(gate_up, weight, scale, bias=None):
-    rows = gate_up.numel() // max(1, gate_up.shape[-1])
-    moved = nbytes(gate_up, weight, scale, bias) + rows * weight.shape[0] * gate_up.element_size()
-    products = 2 * rows * weight.numel()
-    return Cost(moved, products + 5 * gate_up.numel() // 2, fp8_flops=products)
+    outputs, size = weight.shape
+    silu = 5 * gate_up.numel() // 2
+    return product_cost(gate_up, outputs, weight, scale, bias, size=size, more_flops=silu, fp8=True)
 
 
 @op(
@@ -155,21 +149,7 @@ def silu_and_mul_linear_fp8_dynamic(
 
 def _normed_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
     made = make_inputs(t, tokens, outputs, size, scale_rows, scale_columns)
-    return {
-        "x": made["x"],
-        "residual": t.normal(tokens, size),
-        "norm_weight": t.parameter(size, scale=1),
-        "eps": 1e-6,
-        "weight": made["weight"],
-        "scale": made["scale"],
-    }
-
-
-def _normed_cost(x, residual, norm_weight, eps, weight, scale, bias=None):
-    rows = x.numel() // max(1, x.shape[-1])
-    moved = nbytes(x, residual, residual, norm_weight, weight, scale, bias)
-    products = 2 * rows * weight.numel()
-    return Cost(moved + rows * weight.shape[0] * x.element_size(), products + 5 * x.numel(), fp8_flops=products)
+    return {**made, "residual": t.normal(tokens, size), "norm_weight": t.parameter(size, scale=1), "eps": 1e-6}
 
 
 @op(
@@ -189,7 +169,9 @@ def _normed_cost(x, residual, norm_weight, eps, weight, scale, bias=None):
         large=[(2048, 4096, 1024), (8192, 6144, 4096)],
         scales=(1.0, 50.0),
     ),
-    cost=_normed_cost,
+    cost=lambda x, residual, norm_weight, eps, weight, scale, bias=None: after_norm_cost(
+        x, residual, norm_weight, weight, scale, bias, fp8=True
+    ),
     cancels=True,
     # What is rounded another way can take the next code, an eighth away.
     tolerance=dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.125),
@@ -239,26 +221,6 @@ def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: to
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"x of {x.dtype}; it takes bfloat16 and float16"
     return library_refuses(x, weight, scale) if capability < (9, 0) else None
-
-
-def gated_refused(
-    gate_up: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
-) -> str | None:
-    """As `refused`, for `silu_and_mul_linear_fp8_dynamic`."""
-    return refused(gate_up, weight, scale, bias)
-
-
-def normed_refused(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    norm_weight: torch.Tensor,
-    eps: float,
-    weight: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> str | None:
-    """As `refused`, for `add_rms_norm_linear_fp8_dynamic`."""
-    return refused(x, weight, scale, bias)
 
 
 def library_refuses(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
+from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
 
 
@@ -93,9 +93,7 @@ def _needs_even(numbers):
 
 
 def _cost(x, weight, scale, zero=None, bias=None):
-    rows = x.numel() // max(1, x.shape[-1])
-    moved = nbytes(x, weight, scale, zero, bias) + rows * weight.shape[0] * x.element_size()
-    return Cost(moved, 2 * rows * weight.shape[0] * x.shape[-1])
+    return product_cost(x, weight.shape[0], weight, scale, zero, bias)
 
 
 _ARGUMENTS = {
