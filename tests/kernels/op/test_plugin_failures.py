@@ -183,15 +183,6 @@ def test_a_new_op_has_what_ours_have(plugin):
     assert compiled(torch.ones(2)).tolist() == [2, 2]
 
 
-def test_verify_fails_for_a_wrong_plugin(plugin, monkeypatch):
-    path = plugin(PROVIDER.format(name="wrong"))
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    options = ("--device", "cpu", "--kernel-plugin", path, "--provider", "wrong", "--json", "-", "--seed", "0")
-    done = cli("verify", "softmax", *options, fails=True)
-    (row,) = json.loads(done.stdout)
-    assert done.exit_code == 1 and row["failures"]
-
-
 def test_a_provider_that_nobody_has_is_not_verified_as_right(plugin, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = cli("verify", "softmax", "--device", "cpu", "--provider", "mien", fails=True)

@@ -52,19 +52,12 @@ def rms_norm_float64(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (5, 48), (3, 4, 128), (0, 48), (7, 33)])
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
-def test_rms_norm(shape, scale, dtype, device):
-    x, weight = randn(*shape, device=device) * scale, randn(shape[-1], device=device, seed=1)
-    x, weight = x.to(dtype), weight.to(dtype)
-    before = x.clone()
-    close(NATIVE.rms_norm(x, weight, 1e-6), rms_norm_float64(x, weight, 1e-6), dtype)
-    assert torch.equal(x, before)
-
-
-def test_rms_norm_does_not_overflow_in_half_precision(device):
-    x = torch.full((1, 64), 6e4, dtype=torch.float16, device=device)
-    assert torch.equal(NATIVE.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones_like(x))
+def test_rms_norm(dtype, device):
+    for shape, scale in (((1, 16), 1e-3), ((3, 4, 128), 30.0), ((0, 48), 1.0), ((7, 33), 1.0), ((2, 64), 6e4)):
+        x = (randn(*shape, device=device).clamp(-1, 1) * scale).to(dtype)  # squares of 6e4 are beyond float16
+        weight, before = randn(shape[-1], dtype=dtype, device=device, seed=1), x.clone()
+        close(NATIVE.rms_norm(x, weight, 1e-6), rms_norm_float64(x, weight, 1e-6), dtype)
+        assert torch.equal(x, before)
 
 
 def test_rms_norm_is_that_of_transformers(dtype, device):
@@ -77,9 +70,8 @@ def test_rms_norm_is_that_of_transformers(dtype, device):
         assert torch.equal(NATIVE.rms_norm(x, module.weight.data, 1e-5), module(x))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7])
-def test_add_rms_norm_is_the_sum_and_its_norm(rows, dtype, device):
-    x, residual = (randn(rows, 48, dtype=dtype, device=device, seed=s) for s in (0, 1))
+def test_add_rms_norm_is_the_sum_and_its_norm(dtype, device):
+    x, residual = (randn(7, 48, dtype=dtype, device=device, seed=s) for s in (0, 1))
     weight = randn(48, dtype=dtype, device=device, seed=2)
     total = x + residual
     normed, new_residual = NATIVE.add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
@@ -87,18 +79,13 @@ def test_add_rms_norm_is_the_sum_and_its_norm(rows, dtype, device):
     assert torch.equal(normed, NATIVE.rms_norm(total, weight, 1e-6))
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (0, 8), (5, 96), (2, 3, 34)])
-def test_silu_and_mul(shape, dtype, device):
-    x = randn(*shape, dtype=dtype, device=device) * 3
-    gate, up = x.double().chunk(2, dim=-1)
-    close(NATIVE.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
-    own_gate, own_up = x.chunk(2, dim=-1)
-    assert torch.equal(NATIVE.silu_and_mul(x), torch.nn.SiLU()(own_gate) * own_up)  # transformers' order of roundings
-
-
-def test_silu_and_mul_of_large_values(device):
-    x = torch.tensor([[-200.0, 200.0, 3.0, 3.0]], device=device)
-    assert NATIVE.silu_and_mul(x).tolist() == [[0.0, 600.0]]
+def test_silu_and_mul(dtype, device):
+    for x in (randn(2, 3, 34) * 3, randn(0, 8), torch.tensor([[-200.0, 200.0, 3.0, 3.0]])):
+        x = x.to(device, dtype)
+        gate, up = x.double().chunk(2, dim=-1)
+        close(NATIVE.silu_and_mul(x), gate / (1 + (-gate).exp()) * up, dtype)
+        own_gate, own_up = x.chunk(2, dim=-1)
+        assert torch.equal(NATIVE.silu_and_mul(x), torch.nn.SiLU()(own_gate) * own_up)  # transformers' roundings
 
 
 def test_embedding(dtype, device):
@@ -143,17 +130,11 @@ def test_rotary_embedding_is_that_of_transformers(dtype, device):
         torch.testing.assert_close(got, want[0].transpose(0, 1), rtol=0, atol=TOLERANCE[dtype])
 
 
-def test_rotary_embedding_of_nothing(device):
-    positions, q, k, table = rotary_inputs(torch.float32, device)
-    q, k = NATIVE.rotary_embedding(positions[:0], q[:0], k[:0], table)
-    assert q.shape == (0, 6, 16) and k.shape == (0, 2, 16)
-
-
 # ---- KV cache and attention
 
 
 def test_store_kvcache_writes_its_slots_and_nothing_else(dtype, device):
-    k, v = (randn(5, 2, 8, dtype=dtype, device=device, seed=s) for s in (0, 1))
+    k, v = randn(5, 4, 8, dtype=dtype, device=device).split(2, 1)  # views of the fused projection
     k_cache, v_cache = (torch.full((4, 4, 2, 8), 7.0, dtype=dtype, device=device) for _ in range(2))
     slots = [3, 4, 15, 0, 9]
     NATIVE.store_kvcache(k, v, k_cache, v_cache, torch.tensor(slots, device=device))
@@ -161,15 +142,6 @@ def test_store_kvcache_writes_its_slots_and_nothing_else(dtype, device):
         for slot in range(16):
             row = cache[slot // 4, slot % 4]
             assert torch.equal(row, new[slots.index(slot)]) if slot in slots else (row == 7).all()
-
-
-def test_store_kvcache_takes_strided_rows(device):
-    """k and v are views of the fused projection."""
-    qkv = randn(3, 8, 16, device=device)
-    k, v = qkv[:, 4:6], qkv[:, 6:8]
-    caches = [torch.zeros(2, 4, 2, 16, device=device) for _ in range(2)]
-    NATIVE.store_kvcache(k, v, *caches, torch.tensor([5, 6, 7], device=device))
-    assert torch.equal(caches[0][1, 1:], k) and torch.equal(caches[1][1, 1:], v)
 
 
 def paged(context_lens, heads, kv_heads, head_dim, block_size, query_lens, dtype, device, seed=0):
@@ -235,18 +207,19 @@ def attention_close(got, case):
     close(got.cpu(), attention_float64(case), dtype)
 
 
-GQA = [(2, 2), (4, 2), (8, 2), (7, 1), (9, 3)]
-
-
-@pytest.mark.parametrize("heads, kv_heads", GQA)
-@pytest.mark.parametrize("head_dim, block_size", [(16, 4), (24, 16)])
-def test_decode_attention(heads, kv_heads, head_dim, block_size, dtype, device):
-    lens = [1, block_size, block_size + 1, 3, 5 * block_size - 1]
-    case = paged(lens, heads, kv_heads, head_dim, block_size, [1] * len(lens), dtype, device)
+def test_attention(dtype, device):
+    """Decodes; few query tokens, also of sequences that have fewer or none; prompts, and chunks of prompts."""
+    case = paged([1, 16, 17, 3, 79], 9, 3, 24, 16, [1] * 5, dtype, device)
+    case.scale = 1.7
     attention_close(decode(case), case)
+    case = paged([1, 16, 17, 3, 79, 0], 7, 1, 16, 4, [5] * 6, dtype, device)
+    attention_close(decode(case), case)
+    case = paged([5, 1, 12, 11, 30, 5], 8, 2, 16, 4, [5, 1, 12, 4, 7, 1], dtype, device)
+    case.scale = 1.7
+    attention_close(prefill(case), case)
 
 
-@pytest.mark.parametrize("bound", [21, 24, 30, 32])
+@pytest.mark.parametrize("bound", [21, 32])
 def test_decode_attention_with_a_loose_bound_on_the_context(bound, device):
     """As CUDA graphs use it: more columns than any sequence has blocks, and more than one row in the padding block."""
     case = paged([21, 3, 8], 4, 2, 16, 4, [1] * 3, torch.float32, device)
@@ -255,47 +228,16 @@ def test_decode_attention_with_a_loose_bound_on_the_context(bound, device):
     attention_close(decode(case, max_context_len=bound), case)
 
 
-@pytest.mark.parametrize("heads, kv_heads", GQA)
-@pytest.mark.parametrize("n", [2, 5, 9])
-def test_decode_attention_of_few_query_tokens(heads, kv_heads, n, dtype, device):
-    """Also of sequences that have fewer tokens, or none."""
-    case = paged([1, 16, 17, 3, 79, 0], heads, kv_heads, 24, 16, [n] * 6, dtype, device)
-    attention_close(decode(case), case)
+def test_attention_in_pieces(device):
+    for n, piece_bytes in ((1, 1), (3, 3 * 24 * 2 * 16 * 4)):
+        case = paged([21, 3, 8, 1, 20], 4, 2, 16, 4, [n] * 5, torch.float32, device)
+        attention_close(decode(case, piece_bytes=piece_bytes), case)
+    for piece_bytes in (1, 3 * 4 * 4 * 29):
+        case = paged([29, 12, 17], 4, 2, 16, 4, [11, 12, 5], torch.float32, device)
+        attention_close(prefill(case, piece_bytes=piece_bytes), case)
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("piece_bytes", [1, 3 * 24 * 2 * 16 * 4])
-def test_decode_attention_in_pieces(piece_bytes, n, device):
-    case = paged([21, 3, 8, 1, 20], 4, 2, 16, 4, [n] * 5, torch.float32, device)
-    attention_close(decode(case, piece_bytes=piece_bytes), case)
-
-
-@pytest.mark.parametrize("heads, kv_heads", GQA)
-@pytest.mark.parametrize("head_dim, block_size", [(16, 4), (24, 16)])
-def test_prefill_attention(heads, kv_heads, head_dim, block_size, dtype, device):
-    """Whole prompts, chunks in the middle of a prompt, and a run of one token."""
-    context = [5, 1, 3 * block_size, 2 * block_size + 3, 30, block_size + 1]
-    query = [5, 1, 3 * block_size, 4, 7, 1]
-    case = paged(context, heads, kv_heads, head_dim, block_size, query, dtype, device)
-    attention_close(prefill(case), case)
-
-
-@pytest.mark.parametrize("piece_bytes", [1, 3 * 4 * 4 * 29])
-def test_prefill_attention_in_pieces(piece_bytes, device):
-    case = paged([29, 12, 17], 4, 2, 16, 4, [11, 12, 5], torch.float32, device)
-    attention_close(prefill(case, piece_bytes=piece_bytes), case)
-
-
-def test_scale_is_applied(device):
-    case = paged([9, 4], 4, 2, 16, 4, [1, 1], torch.float32, device)
-    case.scale = 1.7
-    attention_close(decode(case), case)
-    case = paged([9, 6], 4, 2, 16, 4, [9, 2], torch.float32, device)
-    case.scale = 1.7
-    attention_close(prefill(case), case)
-
-
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_attention_of_random_shapes(data):
     kv_heads, group = data.draw(st.integers(1, 3)), data.draw(st.sampled_from((1, 2, 4, 7)))

@@ -30,32 +30,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("vary", ["seeds", "positions"])
 @pytest.mark.parametrize("case", CASES)
-def test_frequencies_match_the_filtered_softmax(case, vary):
-    draws, vocab = 40_000, 50
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)).mul(2)
-    logits[7] = logits[11]
-    logits[20] = -torch.inf
-    counters = {"seeds": 1234567890123, "positions": 5} | {vary: range(draws)}
-    tokens = sample(logits.expand(draws, vocab), *tensors(draws, **CASES[case], **counters))
-    expected = np.zeros(vocab)
-    for i, p in reference_probabilities(logits.tolist(), **CASES[case]).items():
-        expected[i] = p * draws
-    counts = np.bincount(tokens.numpy(), minlength=vocab)
-    assert counts[expected == 0].sum() == 0
-    assert chi_square_is_plausible(counts, expected)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("spread", [0.5, 4.0])
-def test_frequencies_over_several_blocks(case, spread):
+@pytest.mark.parametrize("vary, spread", [("seeds", 0.5), ("positions", 4.0)])
+def test_frequencies_match_the_filtered_softmax(case, vary, spread):
     """Tokens of every block, and the blocks themselves: of unequal weight, one of a single token, one of none."""
     draws, vocab = 20_000, 3 * BLOCK + 1
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(5)).mul(spread)
+    logits[7] = logits[11]
     logits[BLOCK : 2 * BLOCK] += torch.linspace(-3, 3, BLOCK)
     logits[2 * BLOCK : 3 * BLOCK] = -torch.inf
-    tokens = sample(logits.expand(draws, vocab), *tensors(draws, **CASES[case], seeds=7, positions=range(draws)))
+    counters = {"seeds": 1234567890123, "positions": 5} | {vary: range(draws)}
+    tokens = sample(logits.expand(draws, vocab), *tensors(draws, **CASES[case], **counters))
     expected = np.zeros(vocab)
     for i, p in reference_probabilities(logits.tolist(), **CASES[case]).items():
         expected[i] = p * draws
@@ -119,8 +104,9 @@ def test_weights_are_added_in_pairs():
         )
 
 
-@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 5000])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "vocab, dtype", [(1, torch.float32), (255, torch.float16), (256, torch.float32), (257, torch.bfloat16)]
+)
 def test_top_k_1_is_the_largest_and_extremes_do_not_overflow(vocab, dtype):
     logits = torch.randn(30, vocab, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[torch.arange(30), torch.arange(30) * 7 % vocab] = 9.0
@@ -183,24 +169,19 @@ def take(logits, arguments, rows):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("vocab", [61, 1000, 32771])
+@pytest.mark.parametrize("vocab", [61, 32771])  # of the larger one 64 rows are a chunk
 def test_a_row_draws_the_same_whatever_else_is_in_the_batch(vocab, device):
     rows = 256 if vocab < 2000 or device == "cuda" else 80
     logits, arguments = varied_batch(rows, vocab, device)
+    assert vocab < 2000 or rows > rows_per_chunk(vocab)
     whole = sample(logits, *arguments)
+    assert torch.equal(sample(logits.bfloat16(), *arguments), sample(logits.bfloat16().float(), *arguments))
     for i in range(0, rows, 1 if vocab < 2000 and device == "cpu" else 7):
         one_logits, one = take(logits, arguments, slice(i, i + 1))
         assert sample(one_logits, *one) == whole[i]
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).to(device)
     some_logits, some = take(logits, arguments, order[: rows // 2 + 3])
     assert torch.equal(sample(some_logits, *some), whole[order[: rows // 2 + 3]])
-
-
-def test_chunks_do_not_show():
-    rows = rows_per_chunk(500) + 37
-    logits, arguments = varied_batch(rows, 500)
-    parts = [take(logits, arguments, rows_of_part) for rows_of_part in (slice(0, 50), slice(50, None))]
-    assert torch.equal(sample(logits, *arguments), torch.cat([sample(some, *given) for some, given in parts]))
 
 
 def test_none_is_the_same_as_off_in_every_row():
@@ -244,13 +225,6 @@ def test_logits_are_left_alone_and_odd_ones_give_valid_ids():
     assert torch.equal(logits.nan_to_num(), before.nan_to_num())
     assert ((got >= 0) & (got < 100)).all() and got[3] == 77
     assert sample(logits[:0], *(a[:0] for a in arguments)).shape == (0,)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_logits_are_computed_in_float32(dtype):
-    logits, arguments = varied_batch(50, 400)
-    logits = logits.to(dtype)
-    assert torch.equal(sample(logits, *arguments), sample(logits.float(), *arguments))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -53,25 +53,7 @@ def test_survivors_and_their_weights_match_a_slow_reference(row, arguments):
         assert probabilities[i].item() == pytest.approx(p, rel=1e-4, abs=1e-12)
 
 
-@settings(max_examples=300, deadline=None)
-@given(rows_of_logits, filters)
-def test_transformers_logits_processors_keep_the_same_tokens(row, arguments):
-    transformers = pytest.importorskip("transformers")
-    assume(away_from_boundaries(row, **arguments))
-    scores = transformers.TemperatureLogitsWarper(arguments["temperature"])(None, torch.tensor([row]))
-    if arguments["top_k"] is not None and arguments["top_k"] > 0:
-        scores = transformers.TopKLogitsWarper(arguments["top_k"])(None, scores)
-    if arguments["top_p"] is not None and arguments["top_p"] < 1:
-        scores = transformers.TopPLogitsWarper(arguments["top_p"])(None, scores)
-    if arguments["min_p"] is not None and arguments["min_p"] > 0:
-        scores = transformers.MinPLogitsWarper(arguments["min_p"])(None, scores)
-    theirs = torch.tensor(row)[scores[0] > -torch.inf]
-    ours = torch.tensor(row)[survivors(row, **arguments) > -torch.inf]
-    # As values, not ids: which of several equal tokens transformers' top-p keeps depends on an unstable sort.
-    assert ours.sort().values.tolist() == theirs.sort().values.tolist()
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_transformers_agrees_on_many_random_rows(seed):
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(seed)
@@ -153,11 +135,3 @@ def test_penalties_match_a_slow_reference(row, prompt, output, repetition, prese
         transformers = pytest.importorskip("transformers")
         processor = transformers.RepetitionPenaltyLogitsProcessor(repetition)
         assert torch.equal(got, processor(torch.tensor([prompt + output]), torch.tensor([row])))
-
-
-def test_neutral_penalties_change_no_bit():
-    logits = torch.randn(3, 50)
-    logits[0, 3] = -torch.inf
-    mask, counts = torch.rand(3, 50) > 0.5, torch.randint(0, 5, (3, 50), dtype=torch.int32)
-    got = apply_penalties(logits, mask, counts, torch.ones(3), torch.zeros(3), torch.zeros(3))
-    assert torch.equal(got, logits)
