@@ -109,9 +109,10 @@ def test_the_rate_of_products_in_every_dtype():
 
 
 def test_the_better_of_two_measurements():
-    a = Rates("x", 5.0, 5.0, 4.0, {"float32": 1.0, "float16": 9.0}, 64, 7.0, 2.0)
-    b = Rates("x", 6.0, 3.0, 6.0, {"float32": 2.0}, 64, 6.0, 1.0)
-    assert measured_rates.best_of(a, b) == Rates("x", 6.0, 5.0, 6.0, {"float32": 2.0, "float16": 9.0}, 64, 7.0, 1.0)
+    a = Rates("x", 5.0, 5.0, 4.0, {"float32": 1.0, "float16": 9.0}, 64, 7.0, 2.0, 5.0, 2.0)
+    b = Rates("x", 6.0, 3.0, 6.0, {"float32": 2.0}, 64, 6.0, 1.0, 4.0, 3.0)
+    best = Rates("x", 6.0, 5.0, 6.0, {"float32": 2.0, "float16": 9.0}, 64, 7.0, 1.0, 4.0, 2.0)  # latencies: the shorter
+    assert measured_rates.best_of(a, b) == best
 
 
 def test_a_broken_cache_is_measured_again(folder):
@@ -176,11 +177,14 @@ def test_a_slow_dtype_is_not_repeated_for_minutes():
     assert measured_rates.least([slow], repeats=20, clock=lambda: now[0]) == 2.0 and now[0] == 2.0
 
 
-def test_the_reading_kernel_reads_everything():
+def test_kernels_read_everything_and_follow_the_ring():
     """In Triton's interpreter, which must be chosen before Triton is imported."""
     pytest.importorskip("triton")
     code = (
-        "import torch; from nanovllm.hardware.probe_kernels import read_kernel, READ_BLOCK\n"
+        "import torch; from nanovllm.hardware.probe_kernels import chase_kernel, read_kernel, ring, READ_BLOCK\n"
+        "links, order = ring(128 * 50, torch.device('cpu')); end = torch.empty(1, dtype=torch.int32)\n"
+        "chase_kernel[(1,)](links, end, int(order[7]), 64, num_warps=1)\n"
+        "assert int(end) == int(order[(7 + 64) % 50]), (end, order)\n"
         "x = torch.randint(0, 9, (READ_BLOCK * 11,)).float(); out = torch.full((4,), float('nan'))\n"
         "read_kernel[4,](x, out, 11, 3, BLOCK=READ_BLOCK, num_warps=8)\n"
         "assert out.sum() == 3 * x.sum(), (out, x.sum())"

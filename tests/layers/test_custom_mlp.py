@@ -59,44 +59,6 @@ def test_the_comparison_says_which_option_is_wrong(option, value, said):
     assert done.exit_code == 2 and option in done.output and said in done.output
 
 
-@pytest.mark.parametrize("range_", [None, "range(2, 5)"])
-def test_a_kernel_of_the_first_half_runs_in_the_layer(tmp_path, range_):
-    """A plugin's kernel is used for the numbers of tokens that it says, and not if a provider is named for a part."""
-    name = f"half_{range_ is not None}"
-    said = f"num_tokens=lambda weight: {range_} if weight.shape == (48, 16) else None" if range_ else ""
-    plugin = tmp_path / f"{name}.py"
-    plugin.write_text(f"""
-from nanovllm.kernels import all_ops
-op = all_ops()["linear_silu_and_mul"]
-seen = []
-def half(x, weight):
-    seen.append(len(x))
-    return op.native(x, weight)
-op.provider("{name}", {said})(half)
-""")
-    from nanovllm.kernels import all_ops, resolve_kernels
-    from nanovllm.kernels.op.registry import temporary
-    from nanovllm.layers.custom_mlp import GatedMLP
-
-    def mlp(priority=None):
-        made = GatedMLP(16, 24, resolve_kernels(torch.device("cpu"), priority=priority, plugins=[str(plugin)]))
-        for parameter in made.parameters():
-            parameter.data.normal_()
-        return made
-
-    with temporary():
-        made = mlp()
-        seen = all_ops()["linear_silu_and_mul"].providers[name].fn.__globals__["seen"]
-        for rows in (1, 2, 4, 5):
-            x = torch.randn(rows, 16)
-            gate, up = F.linear(x, made.gate_up_proj.weight).chunk(2, -1)
-            torch.testing.assert_close(made(x), F.linear(F.silu(gate) * up, made.down_proj.weight))
-        expected = [2, 4] if range_ else [1, 2, 4, 5]
-        assert seen == expected
-        mlp({"silu_and_mul": ["native"]})(torch.randn(4, 16))
-        assert seen == expected
-
-
 def test_what_serves_a_batch_is_said():
     assert CustomGatedMLP(8, 8, use_custom_kernels=False).served_by(torch.randn(3, 8)) == "silu_and_mul: native"
     with registered("linear_silu_and_mul", lambda x, weight: x, num_tokens=lambda weight: range(2, 4)):

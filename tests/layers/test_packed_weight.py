@@ -1,5 +1,7 @@
 """Packed weights: what is cut, joined and multiplied are the numbers that the whole stands for."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -100,6 +102,13 @@ def test_scales_of_blocks_stay_so_where_heights_allow_it():
     assert weight.matrices[0].scale.shape == (4, 4)
     weight = PackedWeight([MATRICES["fp8 matrix"](256), MATRICES["fp8 matrix"](256)], torch.float32, NATIVE)
     assert weight.matrices[0].scale.shape == (512, 1)
+
+
+def test_zero_points_that_are_not_stored_join_those_that_are():
+    parts = [MATRICES["int4"](32), replace(MATRICES["int4"](32), zero=None)]
+    weight = PackedWeight(parts, torch.float32, NATIVE)
+    assert len(weight.matrices) == 1
+    assert torch.equal(weight.dequantised(), torch.cat([p.dequantised() for p in parts]))
 
 
 def test_different_permutations_stay_apart():

@@ -57,6 +57,14 @@ def test_activations_are_quantised_from_a_number_of_tokens_on():
     assert [n for n in (1, LEAST - 1, LEAST, 40) if quantises(weight, n)] == [LEAST, 40]
 
 
+def test_what_leaves_activations_as_they_are():
+    """A weight that was not made for it, a switch, and the reference, which is never preferred."""
+    made = to_fp8(drawn(128, 256))
+    assert not quantises(packed([to_fp8(drawn(128, 256), quantises_activations=False)]), 40)
+    assert not quantises(packed([made], quantise_activations=False), 40)
+    assert not quantises(PackedWeight([made], torch.float32, NATIVE), 40)
+
+
 def test_how_many_weights_are_multiplied_with_quantised_activations():
     made, not_made = to_fp8(drawn(128, 256)), to_fp8(drawn(128, 256, 2), quantises_activations=False)
     both = [made, FloatMatrix(drawn(64, 256, 3))]
@@ -64,18 +72,6 @@ def test_how_many_weights_are_multiplied_with_quantised_activations():
     assert packed([not_made]).quantised_weights(40) == 0
     assert packed([made], quantise_activations=False).quantised_weights(40) == 0
     assert packed([made], lambda x, *_: "40" if len(x) == 40 else None).quantised_weights(40) == 0
-
-
-def test_weights_that_were_not_made_for_it_take_activations_as_they_are():
-    assert not quantises(packed([to_fp8(drawn(128, 256), quantises_activations=False)]), 40)
-
-
-def test_a_switch_turns_it_off():
-    assert not quantises(packed([to_fp8(drawn(128, 256))], quantise_activations=False), 40)
-
-
-def test_the_reference_is_never_preferred_to_exact_activations():
-    assert not quantises(PackedWeight([to_fp8(drawn(128, 256))], torch.float32, NATIVE), 40)
 
 
 def test_a_call_that_the_provider_refuses_takes_activations_as_they_are():

@@ -76,7 +76,8 @@ def gradients(fn, op, arguments):
 
 # One of each kind: of one argument, of several results, in place, with lengths on the host, random, without a gradient.
 OF_EACH_KIND = {
-    "rms_norm", "add_rms_norm", "store_kvcache", "attention_decode", "layernorm_residual_dropout_gelu", "sample"
+    "rms_norm", "add_rms_norm", "store_kvcache", "attention_decode", "layernorm_residual_dropout_gelu",
+    "apply_token_bitmask",
 }  # fmt: skip
 EXPORTED = sorted(name for name, op in all_ops().items() if op.exported)
 
@@ -302,12 +303,17 @@ def test_tensors_in_a_list():
         assert torch.equal(got, torch.full_like(y, 2))
 
 
-def test_the_operator_leaves_its_arguments_alone_and_checks_them():
-    x, residual, weight = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8)
+@pytest.mark.parametrize("provider", ["native", pytest.param("triton", marks=pytest.mark.triton)])
+def test_the_operator_leaves_its_arguments_alone_and_checks_them(provider):
+    """`add_rms_norm` may reuse its arguments' memory; the operator asks a provider that `takes_fresh` not to."""
+    assert all_ops()["add_rms_norm"].providers[provider].takes_fresh == (provider == "triton")
+    x, residual, weight = randn(3, 8), randn(3, 8), randn(8)
     before = x.clone(), residual.clone()
-    with all_ops()["add_rms_norm"].use("native"):
-        torch.ops.nanovllm.add_rms_norm(x, residual, weight, 1e-6)
+    with all_ops()["add_rms_norm"].use(provider):
+        y, total = torch.ops.nanovllm.add_rms_norm(x, residual, weight, 1e-6)
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+    torch.testing.assert_close(total, x + residual)
+    assert y.data_ptr() != x.data_ptr() and total.data_ptr() != residual.data_ptr()
     with pytest.raises(ValueError, match="weight: expected the shape"):
         torch.ops.nanovllm.rms_norm(x, weight[:3], 1e-6)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.kernels import all_ops, attention_dense
+from nanovllm.kernels import attention_dense
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Left, right, in the middle, none, and of prompts of which the queries are the last tokens.
@@ -65,28 +65,17 @@ def test_the_kernels(queries):
 
 
 @pytest.mark.triton
-def test_keys_and_values_of_other_strides():
-    pytest.importorskip("triton")
-    q, k = torch.randn(2, 2, 1, 16, device=DEVICE), torch.randn(2, 64, 1, 16, device=DEVICE).transpose(1, 2)
-    v = torch.randn(2, 1, 64, 32, device=DEVICE)[..., ::2]
-    visible = torch.tensor([[40], [64]], dtype=torch.int32, device=DEVICE)
-    with attention_dense.use("native"):
-        expected = attention_dense(q, k, v, visible, 0.25)
-    with attention_dense.use("triton"):
-        torch.testing.assert_close(attention_dense(q, k, v, visible, 0.25), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.triton
 @pytest.mark.parametrize("length", [9, 64])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (0, 2, 1, 3)], ids=str)
 def test_memory_in_any_order(order, length):
-    """Dimensions in other orders, and a sequence that is every sequence."""
+    """Dimensions in other orders, a gap after every element, and a sequence that is every sequence."""
     pytest.importorskip("triton")
     shape = [2, 2, length, 16]
     back = [order.index(i) for i in range(4)]
     k, v = (torch.randn(*(shape[i] for i in order), device=DEVICE).permute(back) for _ in range(2))
     q, visible = torch.randn(2, 2, 1, 16, device=DEVICE), torch.tensor([[5], [length]], device=DEVICE).int()
-    for keys, values in ((k, v), (k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1))):
+    gaps = torch.randn(2, 2, length, 32, device=DEVICE)[..., ::2]
+    for keys, values in ((k, v), (k, gaps), (k[:1].expand(2, -1, -1, -1), v[:1].expand(2, -1, -1, -1))):
         results = []
         for provider in ("native", "triton"):
             with attention_dense.use(provider):
@@ -111,17 +100,3 @@ def test_bad_arguments(change, message):
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
         attention_dense(**arguments | change)
-
-
-@pytest.mark.triton
-def test_operators_leave_arguments_alone_without_a_copy():
-    """`add_rms_norm` may reuse its arguments' memory; `torch.ops.nanovllm` asks its kernel not to."""
-    pytest.importorskip("triton")
-    assert all_ops()["add_rms_norm"].providers["triton"].takes_fresh
-    x, residual, weight = (torch.randn(*shape, device=DEVICE) for shape in [(3, 8), (3, 8), (8,)])
-    before = x.clone(), residual.clone()
-    with all_ops()["add_rms_norm"].use("triton"):
-        y, total = torch.ops.nanovllm.add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
-    torch.testing.assert_close(total, x + residual)
-    assert y.data_ptr() != x.data_ptr() and total.data_ptr() != residual.data_ptr()

@@ -92,11 +92,6 @@ def test_experts_token_by_token(choices, device):
     torch.testing.assert_close(got.double(), token_by_token(x, gate_up, down, weights, experts), rtol=1e-4, atol=1e-4)
 
 
-def test_no_token():
-    y = moe_experts(randn(0, 12), randn(5, 14, 12), randn(5, 12, 7), torch.zeros(0, 2), torch.zeros(0, 2).int())
-    assert y.shape == (0, 12)
-
-
 def test_an_expert_that_does_not_exist():
     x, gate_up, down, weights = randn(2, 12), randn(5, 14, 12), randn(5, 12, 7), torch.zeros(2, 2)
     for wrong in (5, -1):

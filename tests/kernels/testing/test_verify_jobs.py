@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.kernels import Provider, all_ops
 from nanovllm.kernels.op.plugins import load_plugins
-from nanovllm.kernels.testing.verify import Verdict, cases, lacks_memory, verify_case, verify_op
+from nanovllm.kernels.testing.verify import Verdict, cases, lacks_memory, verify_case
 from nanovllm.kernels.testing.verify_jobs import Setting, shares, verify_in_processes
 
 CPU = torch.device("cpu")
@@ -41,51 +41,54 @@ def {name}(x: torch.Tensor) -> torch.Tensor:
     '''Thrice x.'''
     return 3 * x
 
-@{name}.provider("other")
-def other(x):
-    {other}
+"""
+PROVIDER = """
+@{name}.provider("{provider}")
+def {provider}(x):
+    {does}
     return x + x + x
 """
 
 
 @pytest.fixture
 def plugin(tmp_path):
-    """Declare an op whose provider `other` begins as given; (op, path). It is declared in this process only once."""
+    """Declare an op whose providers begin as given; (op, path). It is declared in this process only once."""
 
-    def write(name, other="pass", begin=""):
+    def write(name, begin="", **providers):
         path = tmp_path / f"{name}.py"
-        path.write_text(OP.format(name=name, other=other, begin=begin))
+        text = OP.format(name=name, begin=begin)
+        path.write_text(text + "".join(PROVIDER.format(name=name, provider=p, does=d) for p, d in providers.items()))
         load_plugins([str(path)])
         return all_ops()[name], str(path)
 
-    yield write
+    return write
 
 
-def in_processes(declared, path, jobs=2, quick=True, **limit):
-    pairs = [(declared.name, provider) for provider in declared.providers]
-    setting = Setting("cpu", (path,), seed=4, quick=quick, jobs=jobs, **limit)
-    found = dict(verify_in_processes([declared], pairs, setting))
-    return {provider: found[declared.name, provider] for provider in declared.providers}
-
-
-def test_several_find_what_one_finds(plugin):
-    declared, path = plugin("thrice", "x = x.clone(); x[-1:, 2:3] += x[-1:, 2:3] * (len(x) == 4)")
-    found = in_processes(declared, path, quick=False)
-    for name, provider in declared.providers.items():
-        assert found[name] == verify_op(declared, provider, CPU, seed=4)
-    failures = [v for v in found["other"] if v.failure]
-    assert 0 < len(failures) < len(found["other"]) and {v.case.shape for v in failures} == {(4, 40)}
-    assert not [v for v in found["native"] if v.failure]
-
-
-def test_who_dies_in_a_case_has_failed_it_and_no_other(plugin):
+def test_whatever_happens_to_processes_the_verdicts_are_those_of_one(plugin, tmp_path):
     dies = "WORKER and x.dtype == torch.float16 and x.shape[-1] == 3 and os.kill(os.getpid(), signal.SIGKILL)"
-    declared, path = plugin("thrice_dying", dies)
-    found = in_processes(declared, path, jobs=1)
-    assert not [v for v in found["native"] if v.failure] and len(found["native"]) == len(found["other"])
-    failed = [v for v in found["other"] if v.failure]
-    assert {(v.case.shape, v.case.dtype) for v in failed} == {((2, 3), torch.float16)} and len(failed) == 1
-    assert {v.failure for v in failed} == {"crashed (SIGKILL): was the machine out of memory?"}
+    lacks = f"""
+    if WORKER:
+        with open({str(tmp_path / "tried")!r}, 'a+') as tried:
+            if tried.seek(0) == 0 and str((x.shape, x.dtype)) not in tried.read():
+                print((x.shape, x.dtype), file=tried)
+                raise torch.OutOfMemoryError('no')"""
+    wrong = "x = x.clone(); x[-1:, 2:3] += x[-1:, 2:3] * (len(x) == 4)"
+    declared, path = plugin("thrice", wrong=wrong, dying=dies, lacking=lacks)
+    setting = Setting("cpu", (path,), seed=4, quick=True, jobs=2)
+    pairs = [("thrice", provider) for provider in declared.providers]
+    found = {provider: verdicts for (_, provider), verdicts in verify_in_processes([declared], pairs, setting)}
+    for name, provider in declared.providers.items():
+        alone = [verify_case(declared, provider, CPU, case) for case in setting.cases(declared)]
+        failed = [v for v in found[name] if v.failure]
+        assert {v.case.shape for v in failed} == {"wrong": {(4, 40)}, "dying": {(2, 3)}}.get(name, set())
+        if name == "dying":  # it has failed the case in which it died, and no other
+            assert [(v.case.dtype, v.failure) for v in failed] == [
+                (torch.float16, "crashed (SIGKILL): was the machine out of memory?")
+            ]
+        else:
+            assert found[name] == alone
+    # What lacks memory beside others is verified again, alone.
+    assert len((tmp_path / "tried").read_text().splitlines()) == len(found["lacking"])
 
 
 ENDS = {
@@ -105,25 +108,12 @@ ENDS = {
 )
 def test_a_crash_or_a_hang_is_the_verdict_on_its_case_and_ends_the_provider(plugin, end):
     does, said, num_run = ENDS[end]
-    declared, path = plugin(f"thrice_{end}", f"WORKER and {does}")
+    declared, path = plugin(f"thrice_{end}", other=f"WORKER and {does}")
     setting = Setting("cpu", (path,), quick=True, limit=2)
     ((_, found),) = verify_in_processes([declared], [(declared.name, "other")], setting)
     failures = [v.failure for v in found if v.failure]
     assert len(failures) == num_run and all(re.match(said, f) for f in failures), failures
     assert [v.skipped.startswith("not run: ") for v in found if not v.failure] == [True] * (len(found) - num_run)
-
-
-def test_what_lacks_memory_beside_others_is_verified_again_alone(plugin, tmp_path):
-    lacks = f"""
-    if WORKER:
-        with open({str(tmp_path / "tried")!r}, 'a+') as tried:
-            if tried.seek(0) == 0 and str((x.shape, x.dtype)) not in tried.read():
-                print((x.shape, x.dtype), file=tried)
-                raise torch.OutOfMemoryError('no')"""
-    declared, path = plugin("thrice_large", lacks)
-    found = in_processes(declared, path)
-    assert not [v for v in found["other"] if v.failure]
-    assert len((tmp_path / "tried").read_text().splitlines()) == len(found["other"])
 
 
 def test_memory_that_the_reference_lacks_is_a_failure(plugin):
@@ -136,11 +126,12 @@ def test_memory_that_the_reference_lacks_is_a_failure(plugin):
 
 def test_a_process_that_cannot_begin_is_an_error(plugin):
     declared, path = plugin("thrice_late", begin="WORKER and os._exit(5)")
+    pairs = [("thrice_late", "native")]
     with pytest.raises(RuntimeError, match="ended with code 5 before it began"):
-        in_processes(declared, path, jobs=1)
+        list(verify_in_processes([declared], pairs, Setting("cpu", (path,), quick=True)))
 
 
-@pytest.mark.parametrize("jobs", [1, 2, 3, 7])
+@pytest.mark.parametrize("jobs", [1, 7])
 def test_shares(jobs):
     ops = {name: all_ops()[name] for name in ("softmax", "rms_norm", "fused_activation")}
     of_op = {name: list(cases(declared, True)) for name, declared in ops.items()}
@@ -169,7 +160,7 @@ def test_quick_is_each_dtype_and_small_shape_once():
 
 def test_ctrl_c_ends_all(plugin, tmp_path):
     started = f"WORKER and (open({str(tmp_path)!r} + f'/pid{{os.getpid()}}', 'w').close(), time.sleep(100))"
-    _, path = plugin("thrice_slow", started)
+    _, path = plugin("thrice_slow", other=started)
     command = [sys.executable, "-m", "nanovllm", "kernels", "verify", "thrice_slow", "--provider", "other"]
     command += ["--jobs", "2", "--kernel-plugin", path]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # so that it does not call itself once more
