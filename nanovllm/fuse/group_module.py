@@ -17,7 +17,7 @@ from nanovllm.fuse.grouping import KernelGroup
 from nanovllm.fuse.op_graph import OpGraph
 from nanovllm.fuse.op_matching import Match
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.op.selection import default_function
+from nanovllm.kernels.op.selection import default_choice
 
 # Views that look at their second argument for its shape only: an argument that the group need not be given.
 _SHAPED_AS = {"expand_as": torch.ops.aten.expand.default, "view_as": torch.ops.aten.view.default}
@@ -97,7 +97,7 @@ class _Writer:
             declared = all_ops()[m.op]
             given = map_arg(dict(m.arguments), self._value)
             bound = declared.records.flat.bind(**given)
-            function = declared.records.taking_fields(default_function(declared, self.device))
+            function = declared.records.taking_fields(default_choice(declared, self.device)[1])
             result = self.graph.call_function(function, bound.args, bound.kwargs)
             self.called[m] = result
             several = len(m.outputs) > 1

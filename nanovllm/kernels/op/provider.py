@@ -62,6 +62,16 @@ def imported(target: str) -> Any:
     return getattr(module, name)
 
 
+def _function(field: str) -> cached_property[Any]:
+    """The function that a field of `Provider` is or names; None: the field is None."""
+
+    def get(provider: Provider) -> Any:
+        value = getattr(provider, field)
+        return imported(value) if isinstance(value, str) else value
+
+    return cached_property(get)
+
+
 @dataclass(frozen=True)
 class Provider:
     """One implementation of an op. A function may be given as such, or as "module:function", imported at its first use.
@@ -113,25 +123,10 @@ class Provider:
                 "'sm_80, sm_90'"
             )
 
-    @cached_property
-    def fn(self) -> Callable[..., Any]:
-        """The function that computes the op."""
-        return imported(self.target) if isinstance(self.target, str) else self.target
-
-    @cached_property
-    def num_tokens_fn(self) -> Callable[[torch.Tensor], Container[int]] | None:
-        """`num_tokens` as a function."""
-        return imported(self.num_tokens) if isinstance(self.num_tokens, str) else self.num_tokens
-
-    @cached_property
-    def prepack_fn(self) -> Callable[[torch.Tensor, bool], Prepacked | None] | None:
-        """`prepack` as a function."""
-        return imported(self.prepack) if isinstance(self.prepack, str) else self.prepack
-
-    @cached_property
-    def planned_fn(self) -> Callable[..., Callable[[], Any]] | None:
-        """`planned` as a function."""
-        return imported(self.planned) if isinstance(self.planned, str) else self.planned
+    fn = _function("target")
+    num_tokens_fn = _function("num_tokens")
+    prepack_fn = _function("prepack")
+    planned_fn = _function("planned")
 
 
 def bind(op: str, provider: Provider) -> Callable[..., Any]:

@@ -171,12 +171,8 @@ class OpDeclaration:
             raise KernelError(f"{where}: its accepts function failed: {type(e).__name__}: {e}") from e
 
     def require(self, name: str, device: torch.device, who: str) -> Provider:
-        """The provider that `who` names; a ValueError if it is unknown or cannot run on `device`."""
-        provider = self.providers.get(name)
-        if provider is None:
-            raise ValueError(
-                f"{who} names {name!r}, but the providers of {self.name!r} are {', '.join(self.providers)}"
-            )
+        """The op's provider of that name; a ValueError that names `who` if it cannot run on `device`."""
+        provider = self.providers[name]
         reason = provider.support(device)
         if reason is not None:
             raise ValueError(f"{who} names {name!r}, which is not available for {self.name!r}: {reason}")

@@ -231,11 +231,6 @@ def _first(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]
     return _choose(declared, device, from_environment(), plugins)
 
 
-def default_function(declared: OpDeclaration, device: torch.device) -> Callable[..., Any]:
-    """What a plain call of an op runs on `device`."""
-    return default_choice(declared, device)[1]
-
-
 def default_choice(declared: OpDeclaration, device: torch.device) -> tuple[Provider, Callable[..., Any]]:
     """The provider of a plain call of an op on `device`, and its function.
 
