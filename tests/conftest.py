@@ -90,6 +90,16 @@ def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3 without a tokenizer."""
+    from tests import tiny
+
+    path = tmp_path_factory.mktemp("model") / "tiny-qwen3"
+    tiny.save(path, "qwen3", seed=5)
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The real SmolLM2-135M-Instruct file. `make test` fetches it beforehand, so that nothing is skipped there."""
     try:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import bench
 from nanovllm import LLM
 from nanovllm.bench import benchmark
 from nanovllm.bench.command_line import check_model
@@ -19,27 +20,9 @@ from nanovllm.bench.workloads import Workload
 from nanovllm.hardware import measured_rates
 from nanovllm.kernels import all_ops
 from nanovllm.models.model_presets import PRESETS
-from tests import tiny
 from tests.providers import registered
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def load_bench():
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "bench.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_bench()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny-qwen3"
-    tiny.save(path, "qwen3", seed=5)
-    return path
 
 
 @functools.cache
@@ -52,24 +35,24 @@ def here(job):
     return rates_here()
 
 
-def fake_rates(*several, dtype="float32"):
+def fake_rates(*several):
     """The device measures as (bandwidth, matmul rate), one after the other."""
     left = list(several)
 
     def measure(job):
         bandwidth, matmul = left.pop(0) if len(left) > 1 else left[0]
-        return measured_rates.Rates("cpu, fake", bandwidth, bandwidth, bandwidth, {dtype: matmul})
+        return measured_rates.Rates("cpu, fake", bandwidth, bandwidth, bandwidth, {"float32": matmul})
 
     return measure
 
 
 @pytest.fixture
-def run(model, tmp_path, capfd):
+def run(tiny_qwen3, tmp_path, capfd):
     """bench.py within this process: (exit code, standard output, the JSON record)."""
 
     def call(*arguments, profile=False, rates=here, around=lambda launch: launch):
         path = tmp_path / "out.json"
-        common = ["--model", str(model), "--device", "cpu", "--json", str(path)]
+        common = ["--model", str(tiny_qwen3), "--device", "cpu", "--json", str(path)]
         common += ["--results", str(tmp_path / "results"), "--profile" if profile else "--no-profile"]
         code = bench.main([*common, *arguments], around(in_process(LLM, rates)))
         record = json.loads(path.read_text()) if path.exists() else None
@@ -79,18 +62,15 @@ def run(model, tmp_path, capfd):
 
 
 SMALL = ("--num-requests", "3", "--input-len", "4-9", "--output-len", "5", "--repeat", "2")
+NO_CPU_KERNELS = "decoder_step=native;linear=native;sample=native"
 
 
 def test_a_run_counts_what_it_should(run):
     code, out, record = run(*SMALL)
     assert code == 0
     (row,) = record["rows"]
-    assert [row[k] for k in ("engine", "variant", "workload", "load")] == [
-        "nanovllm",
-        "custom",
-        "custom",
-        "3 x 4-9 -> 5",
-    ]
+    named = [row[k] for k in ("engine", "variant", "workload", "load")]
+    assert named == ["nanovllm", "custom", "custom", "3 x 4-9 -> 5"]
     assert len(row["repeats"]) == 2 and len(row["warmup_seconds"]) == 1
     assert [r["output_tokens"] for r in row["repeats"]] == [15, 15]
     prompts = [sum(len(i.prompt) for i in Workload("custom", 3, (4, 9), 5).draw(s, 199)) for s in (0, 1)]
@@ -105,21 +85,8 @@ def test_a_run_counts_what_it_should(run):
 
 
 def test_requests_that_arrive_over_time(run):
-    code, out, record = run(
-        "--num-requests",
-        "5",
-        "--input-len",
-        "6",
-        "--output-len",
-        "4",
-        "--rate",
-        "40",
-        "--repeat",
-        "1",
-        "--warmup",
-        "0",
-        "--wide",
-    )
+    load = "--num-requests 5 --input-len 6 --output-len 4 --rate 40 --repeat 1 --warmup 0"
+    code, out, record = run(*load.split(), "--wide")
     (row,) = record["rows"]
     assert code == 0 and row["open_loop"] and row["mbu"] is None
     (r,) = row["repeats"]
@@ -139,13 +106,7 @@ def test_on_and_off_and_the_price_of_each_op(run):
         return op.native(x, weight, eps)
 
     with registered("rms_norm", slow, "slow"):
-        code, out, record = run(
-            *SMALL,
-            "--compare",
-            "--ablate",
-            "--kernels",
-            "rms_norm=slow;decoder_step=native;linear=native;sample=native",
-        )
+        code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", f"rms_norm=slow;{NO_CPU_KERNELS}")
     assert code == 0
     assert [r["variant"] for r in record["rows"]] == ["custom", "native", "no rms_norm"]
     assert record["rows"][0]["about"]["kernels"]["rms_norm"] == "slow"
@@ -155,14 +116,11 @@ def test_on_and_off_and_the_price_of_each_op(run):
     assert ratio < 0.8 and worth < -20
 
 
-def test_a_comparison_without_custom_kernels_says_so(run):
-    code, out, _ = run(*SMALL, "--compare", "--kernels", "decoder_step=native;linear=native;sample=native")
-    assert code == 0 and "custom: both rows ran the reference, since no custom kernel ran on cpu" in out
-
-
-def test_nothing_to_ablate_is_said(run):
-    code, out, record = run(*SMALL, "--ablate", "--kernels", "decoder_step=native;linear=native;sample=native")
-    assert code == 0 and "no op of this model has a custom kernel here" in out and len(record["rows"]) == 1
+def test_without_custom_kernels_there_is_nothing_to_compare_or_ablate(run):
+    code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", NO_CPU_KERNELS)
+    assert code == 0 and [r["variant"] for r in record["rows"]] == ["custom", "native"]
+    assert "custom: both rows ran the reference, since no custom kernel ran on cpu" in out
+    assert "no op of this model has a custom kernel here" in out
 
 
 def test_peers(run):
@@ -198,24 +156,12 @@ def test_a_preset_needs_no_files_and_its_dtype_has_a_measured_limit(tmp_path):
     assert ours["about"]["dtype"] == "bfloat16" and record["rates"]["matmul"]["bfloat16"] > 1e8 and ours["mfu"] > 0
 
 
-def test_a_row_above_the_limit_is_said(run):
-    code, out, record = run(*SMALL, rates=fake_rates((1.0, 1e18)))
-    assert code == 0 and record["rows"][0]["mbu"] > 1
-    assert re.search(r"custom: nanovllm custom is at [\d,.]+% of the limit, which cannot be", out)
-    assert "measured again" not in out
-
-
 def test_rates_are_measured_before_and_after_and_the_larger_count(run):
     code, out, record = run(*SMALL, rates=fake_rates((1.0, 1e12), (1e18, 1.02e12)))
     assert code == 0 and record["rates"]["bandwidth"] == 1e18 and record["rates"]["matmul"] == {"float32": 1.02e12}
     assert 0 < record["rows"][0]["mbu"] < 1e-6 and "which cannot be" not in out
     (line,) = [line for line in out.splitlines() if line.startswith("measured again")]
     assert "1e+09 GB/s (before 1e-09)" in line and "TFLOP/s" not in line  # 2 % are noise
-
-
-def test_rates_of_another_dtype_are_not_made_up(run):
-    code, out, record = run(*SMALL, "--wide", rates=fake_rates((1e12, 1e12), dtype="float16"))
-    assert code == 0 and record["rows"][0]["mfu"] is None and re.search(r"% +- +-\n", out)
 
 
 def test_rates_and_engines_have_processes_of_their_own(run):
@@ -235,7 +181,7 @@ def test_rates_and_engines_have_processes_of_their_own(run):
     assert code == 0 and jobs == ["rates", "measure", "rates", "profile"] and "no profile: not needed here" in out
 
 
-def test_a_place_that_cannot_be_written_is_said_at_once(model, tmp_path, capfd):
+def test_a_place_that_cannot_be_written_is_said_at_once(tiny_qwen3, tmp_path, capfd):
     (tmp_path / "file").write_text("")
     (tmp_path / "bad" / "cpu").mkdir(parents=True)
     (tmp_path / "bad" / "cpu" / "tiny.json").write_text("{")
@@ -246,7 +192,7 @@ def test_a_place_that_cannot_be_written_is_said_at_once(model, tmp_path, capfd):
         (["--save", "--results", str(tmp_path / "bad")], "is not a file of kept results"),
         (["--profile", "--profile-dir", str(tmp_path / "file" / "x")], "--profile-dir"),
     ):
-        common = ["--model", str(model), "--device", "cpu", "--in-process", "--workload", "tiny"]
+        common = ["--model", str(tiny_qwen3), "--device", "cpu", "--in-process", "--workload", "tiny"]
         assert bench.main([*common, *([] if "--profile" in arguments else ["--no-profile"]), *arguments]) == 2
         captured = capfd.readouterr()
         assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
@@ -287,10 +233,8 @@ def test_what_was_measured_outlives_what_fails_after_it(run, tmp_path, monkeypat
 
 
 def test_a_time_limit_for_each_row(run):
-    code, out, record = run(*SMALL, "--limit", "0.0001")
+    code, _, record = run(*SMALL, "--limit", "0.0001")
     assert code == 1 and record["rows"][0]["error"] == "stopped after 0.0001 s (--limit)"
-    code, out, record = run(*SMALL, "--limit", "600")
-    assert code == 0 and len(record["rows"][0]["repeats"]) == 2
 
 
 def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
@@ -314,16 +258,13 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         assert code == expected and ("FELL custom: share of the limit" in out) == bool(expected)
 
 
-def test_what_may_be_the_id_of_a_hub_is_not_refused(tmp_path):
-    for name in ("Qwen/Qwen3-0.6B", "gpt2", str(tmp_path)):
-        check_model(name)
-
-
-def test_dtypes_have_short_names_and_an_unknown_preset_is_one_line(capfd):
+def test_arguments(capfd, tmp_path):
     args = bench.parser().parse_args(["--dtype", "bf16", "--kv-cache-dtype", "fp16"])
     assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "float16")
     assert bench.main(["--preset", "qwen3-0.6", "--in-process"]) == 2
     assert "did you mean 'qwen3-0.6b'" in capfd.readouterr().err
+    for name in ("Qwen/Qwen3-0.6B", "gpt2", str(tmp_path)):  # what may be the id of a hub is not refused
+        check_model(name)
 
 
 def test_the_help_fits_80_columns(capsys, monkeypatch):
@@ -334,25 +275,15 @@ def test_the_help_fits_80_columns(capsys, monkeypatch):
     assert lines[0] == "usage: bench.py [options]" and max(map(len, lines)) <= 80
 
 
-def test_json_on_standard_output_comes_alone(model, capfd):
-    arguments = ["--model", str(model), "--device", "cpu", "--no-profile", *SMALL, "--json", "-"]
+def test_json_on_standard_output_comes_alone(tiny_qwen3, capfd):
+    arguments = ["--model", str(tiny_qwen3), "--device", "cpu", "--no-profile", *SMALL, "--json", "-"]
     assert bench.main(arguments, in_process(LLM, here)) == 0
     printed = capfd.readouterr()
     assert json.loads(printed.out)["rows"][0]["error"] is None and "nanovllm custom" in printed.err
 
 
-def test_what_the_engine_refuses_is_a_row(run):
-    code, out, record = run(*SMALL, "--kernels", "rms_norm=triton")
-    error = record["rows"][0]["error"]
-    assert code == 1 and "triton" in error and error in " ".join(out.split())
-
-
-def test_a_folder_of_no_peer_is_refused(run, tmp_path):
-    for given in (f"vllm={tmp_path}", f"nanovllm={tmp_path}", "transformers=", f"transformers={tmp_path}/none"):
-        code, _, _ = run(*SMALL, "--engine", "nanovllm,transformers", "--engine-path", given)
-        assert code == 2, given
-
-
-def test_one_row_that_could_not_run_makes_the_exit_code_1(run):
+def test_what_the_engine_refuses_is_a_row_and_the_exit_code_1(run):
     code, out, record = run(*SMALL, "--compare", "--kernels", "rms_norm=triton")
-    assert [row["error"] is None for row in record["rows"]] == [False, True] and code == 1
+    refused, native = record["rows"]
+    assert code == 1 and native["error"] is None and "triton" in refused["error"]
+    assert refused["error"] in " ".join(out.split())

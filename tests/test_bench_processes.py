@@ -10,17 +10,10 @@ import time
 
 import pytest
 
-from tests import tiny
+import bench
 from tests.bench.perfetto_reading import check
 from tests.shared_gpu import memory_utilization
-from tests.test_bench import ROOT, bench
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model") / "tiny-qwen3"
-    tiny.save(path, "qwen3", seed=5)
-    return path
+from tests.test_bench import ROOT
 
 
 @pytest.mark.parametrize(
@@ -36,36 +29,32 @@ def model(tmp_path_factory):
         (("--kernels", "rmsnorm=native"), "--kernels: unknown op 'rmsnorm'; did you mean 'rms_norm'?"),
         (("--kernels", "rms_norm=trition"), "--kernels names 'trition', but"),
         (("--model", "/nope"), "--model /nope: no such file or directory, and no hub id"),
-        (("--model", "./nope"), "--model ./nope: no such file or directory"),
         (("--model", "nope.gguf"), "--model nope.gguf: no such file or directory"),
-        (
-            ("--model", "qwen3-0.6b"),
-            "--model qwen3-0.6b is a preset (a shape without weights): --preset qwen3-0.6b takes",
-        ),
-        (("--engine", ""), "--engine '': names nothing; leave it out, or choose any of nanovllm, transformers, vllm"),
-        (("--engine", ","), "--engine ',': names nothing"),
+        (("--model", "qwen3-0.6b"), "is a preset (a shape without weights): --preset qwen3-0.6b takes"),
+        (("--engine", ","), "--engine ',': names nothing; leave it out, or choose any of nanovllm, transformers, vllm"),
         (("--workload", ""), "--workload '': names nothing; leave it out, or choose any of bs1, bs8"),
-        (
-            ("--preset", "qwen3-0.6b"),
-            "and --preset qwen3-0.6b: one has weights of its own, the other random ones; leave one",
-        ),
+        (("--preset", "qwen3-0.6b"), "one has weights of its own, the other random ones; leave one"),
         (("--preset", ""), "--preset '': names nothing"),
         (("--limit", "0"), "--limit 0: expected seconds, above 0"),
         (("--device", "tpu"), "--device tpu: expected auto, cpu, cuda or cuda:N"),
         (("--device", "cuda:99"), "--device cuda:99: this machine has"),
+        (("--engine-path", "vllm=."), "'vllm' is no peer among --engine"),
+        (("--engine-path", "nanovllm=."), "'nanovllm' is no peer among --engine"),
+        (("--engine", "transformers", "--engine-path", "transformers="), "there is no folder ''"),
+        (("--engine", "transformers", "--engine-path", "transformers=./none"), "there is no folder './none'"),
     ],
 )
-def test_bad_input_is_one_line(model, capfd, arguments, said):
-    assert bench.main(["--model", str(model), "--device", "cpu", "--in-process", "--no-profile", *arguments]) == 2
+def test_bad_input_is_one_line(tiny_qwen3, capfd, arguments, said):
+    assert bench.main(["--model", str(tiny_qwen3), "--device", "cpu", "--in-process", "--no-profile", *arguments]) == 2
     captured = capfd.readouterr()
     assert captured.err.startswith("bench.py: ") and said in captured.err and captured.err.count("\n") == 1
 
 
 @pytest.fixture(scope="module")
-def whole_run(model, tmp_path_factory):
+def whole_run(tiny_qwen3, tmp_path_factory):
     """(the folder of the profile's files, what was printed, seconds) of a run in processes of its own."""
     folder = tmp_path_factory.mktemp("whole")
-    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu",
+    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(tiny_qwen3), "--device", "cpu",
                "--workload", "tiny", "--repeat", "1", "--kernels", "decoder_step=native;sample=native",
                "--profile-dir", str(folder), "--plots", "--json", str(folder / "j.json")]  # fmt: skip
     started = time.perf_counter()
@@ -85,17 +74,12 @@ def test_a_whole_run_in_processes_of_its_own(whole_run):
     assert row["error"] is None and row["repeats"][0]["output_tokens"] == 64
     assert (folder / "profile_trace.json").stat().st_size < 50e6
     text = (folder / "profile_report.txt").read_text()
-    assert all(
-        part in text
-        for part in ("STEPS", "OPS, MOST DEVICE TIME FIRST", "HOST", "MEMORY", "attention_decode", "TFLOP/s")
-    )
+    for part in ("STEPS", "OPS, MOST DEVICE TIME FIRST", "HOST", "MEMORY", "attention_decode", "TFLOP/s"):
+        assert part in text
     if importlib.util.find_spec("matplotlib"):
         assert (folder / "profile_report.html").stat().st_size > 20_000
-        assert {p.name for p in folder.glob("*.png")} >= {
-            "profile_roofline.png",
-            "profile_steps.png",
-            "profile_timeline.png",
-        }
+        drawn = {p.name for p in folder.glob("*.png")}
+        assert drawn >= {f"profile_{name}.png" for name in ("roofline", "steps", "timeline")}
     else:
         assert "it needs matplotlib" in printed
 
@@ -108,8 +92,8 @@ def test_perfetto_reads_the_trace_of_a_whole_run(whole_run):
     assert decodes and all(names[0].startswith("layer ") and "LLMEngine.step" in names for names in decodes)
 
 
-def test_ctrl_c_writes_what_was_measured(model, tmp_path):
-    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(model), "--device", "cpu",
+def test_ctrl_c_writes_what_was_measured(tiny_qwen3, tmp_path):
+    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(tiny_qwen3), "--device", "cpu",
                "--workload", "tiny,bs128", "--repeat", "3",
                "--no-profile", "--json", str(tmp_path / "j.json")]  # fmt: skip
     process = subprocess.Popen(

@@ -20,8 +20,7 @@ app = typer.Typer(add_completion=False)
 @app.command()
 def device(
     gpu: Annotated[
-        str | None,
-        typer.Option(help=f"{GPUS}; by default the CUDA device here, measured, else every preset."),
+        str | None, typer.Option(help=f"{GPUS}; by default the CUDA device here, measured, else every preset.")
     ] = None,
     refresh: Annotated[bool, typer.Option(help="Measure again, and keep what is found.")] = False,
     wide: Wide = False,
@@ -95,10 +94,7 @@ def rows(models: list[DeviceModel]) -> list[tuple[str, list[str]]]:
         row("matrix units", lambda m: m.matrix_unit),
         row("clock, GHz", lambda m: f"{m.clock / 1e9:.2f}"),
         row("registers an SM / a thread", lambda m: f"{m.registers_per_sm} / {m.registers_per_thread}"),
-        row(
-            "shared memory an SM / a block, KiB",
-            lambda m: f"{m.shared_per_sm >> 10} / {m.shared_per_block >> 10}",
-        ),
+        row("shared memory an SM / a block, KiB", lambda m: f"{m.shared_per_sm >> 10} / {m.shared_per_block >> 10}"),
         row("warps / blocks an SM", lambda m: f"{m.warps_per_sm} / {m.blocks_per_sm}"),
         row("L2 cache, MiB", lambda m: f"{m.l2_bytes / 2**20:.0f}", "l2_bytes"),
         row("L2 bandwidth, TB/s", lambda m: f"{m.l2_bandwidth / 1e12:.2f}", "l2_bandwidth"),

@@ -25,8 +25,7 @@ class ModelOptions:
     """The model, its names in requests, and where the server listens."""
 
     model: Annotated[
-        str | None,
-        _option("A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct."),
+        str | None, _option("A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct.")
     ] = None
     host: Annotated[str, _option("The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, _option("The port to listen on; 0 takes a free one.")] = 8000

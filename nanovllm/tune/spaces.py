@@ -199,11 +199,7 @@ def _hopper_product(k: Any, gpu: DeviceModel) -> Spaces:
 
 
 def _packed_product(k: Any, gpu: DeviceModel) -> Spaces:
-    from nanovllm.kernels.triton.gemm.packed_plan import (
-        columns_of_a_tile,
-        has_shared_operands,
-        tokens_of_a_program,
-    )
+    from nanovllm.kernels.triton.gemm.packed_plan import columns_of_a_tile, has_shared_operands, tokens_of_a_program
 
     tokens = tokens_of_a_program(k.tokens, has_shared_operands(gpu.capability // 10))
     columns = columns_of_a_tile(tokens, k.bits, k.parts)
