@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 from nanovllm.cli.device import app as device_app
@@ -85,11 +84,8 @@ def test_gemm_json_is_what_the_planner_says():
     plans = plan_gemm(GemmProblem(512, 4096, 1024), device_model("h100"))
     assert found["candidates"] == len(plans) and len(found["plans"]) == 10 and found["gpu"] == "nvidia-h100"
     for shown, plan in zip(found["plans"], plans):
-        assert (
-            shown["config"]["block_m"] == plan.config.block_m
-            and shown["seconds"] == plan.seconds
-            and shown["limit"] == plan.limit
-        )
+        assert shown["config"]["block_m"] == plan.config.block_m
+        assert (shown["seconds"], shown["limit"]) == (plan.seconds, plan.limit)
         assert {"intensity", "shared", "registers", "min_stages", "occupancy", "waves", "parts"} <= set(shown)
     # 2 m n k flops at 80 % of 989.4 TFLOP/s: 5.4 us; 2 (m k + n k + m n) bytes at 92 % of 3.35 TB/s would be 4.4
     assert found["floor_seconds"] == pytest.approx(2 * 512 * 4096 * 1024 / (0.8 * 989.4e12))
@@ -101,40 +97,31 @@ def test_what_the_memory_does_not_hold_is_said():
     assert "does not fit" not in run(*GEMM) and json.loads(run(*many, "--json", "-"))["memory_bytes"] == 80e9
 
 
-def test_packed_weights():
-    found = json.loads(
-        run("gemm", "--m", 16, "--n", 4096, "--k", 4096, "--weight", "i4", "--gpu", "a100", "--top", 1, "--json", "-")
+COMMANDS = [
+    ("a100", "gemm --m 64 --n 512 --k 512 --dtype fp16"),
+    ("h100", "attention --query 1024 --batch 2"),
+    ("h200", "attention --query 1 --context 4096"),
+    ("b200", "conv --channels 64 --filters 128 --height 56 --width 56 --kernel 3x1 --padding 1"),
+    ("rtx-4090", "elementwise --elements 1048576 --inputs 4"),
+    ("b200", "reduction softmax --rows 512 --size 4096"),
+    ("rtx-4090", "reduction layer-norm --rows 512 --size 100000"),
+    ("h100", "reduction RMSNorm --rows 512 --size 4096"),
+    ("a100", "gemm --m 16 --n 4096 --k 4096 --weight i4"),
+]
+
+
+@pytest.mark.parametrize("gpu, command", COMMANDS)
+def test_every_command(command, gpu):
+    args = (*command.split(), "--gpu", gpu, "--top", 2)
+    found = json.loads(run(*args, "--json", "-"))
+    assert (
+        len(found["plans"]) == 2 and all(p["seconds"] > 0 for p in found["plans"]) and found["gpu"] == f"nvidia-{gpu}"
     )
-    assert found["problem"]["weight"] == "int4" and "conversion" in found["plans"][0]["parts"]
-
-
-@pytest.mark.parametrize("gpu", ["a100", "h100", "h200", "b200", "rtx-4090"])
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("gemm", "--m", 64, "--n", 512, "--k", 512, "--dtype", "fp16"),
-        ("attention", "--query", 1024, "--batch", 2),
-        ("attention", "--query", 1, "--context", 4096),
-        ("conv", "--channels", 64, "--filters", 128, "--height", 56, "--width", 56, "--kernel", "3x1", "--padding", 1),
-        ("elementwise", "--elements", 1 << 20, "--inputs", 4),
-        ("reduction", "softmax", "--rows", 512, "--size", 4096),
-        ("reduction", "layer-norm", "--rows", 512, "--size", 100000),
-    ],
-    ids=lambda a: f"{a[0]}-{a[2]}",
-)  # fmt: skip
-def test_every_command_on_every_gpu(args, gpu):
-    found = json.loads(run(*args, "--gpu", gpu, "--top", 2, "--json", "-"))
-    assert len(found["plans"]) == 2 and all(p["seconds"] > 0 for p in found["plans"])
-    assert "predicted, not measured" in run(*args, "--gpu", gpu, "--top", 2)
-
-
-@pytest.mark.parametrize(
-    "kind, named", [("layernorm", "layer_norm"), ("LayerNorm", "layer_norm"), ("rms-norm", "rms_norm"), ("rmsnorm",
-    "rms_norm")]
-)  # fmt: skip
-def test_rows_by_other_names(kind, named):
-    args = ("--rows", 64, "--size", 512, "--gpu", "h100", "--top", 1, "--json", "-")
-    assert json.loads(run("reduction", kind, *args)) == json.loads(run("reduction", named, *args))
+    assert "predicted, not measured" in run(*args)
+    if "i4" in command:
+        assert found["problem"]["weight"] == "int4" and "conversion" in found["plans"][0]["parts"]
+    if "reduction" in command:
+        assert found["problem"]["kind"] in ("softmax", "layer_norm", "rms_norm")
 
 
 def test_compiled_beside_predicted():
@@ -143,45 +130,29 @@ def test_compiled_beside_predicted():
         pytest.skip("compiles nothing under TRITON_INTERPRET")
     text = run("elementwise", "--elements", 1 << 20, "--gpu", "h100", "--top", 2, "--compile")
     assert "compiled" in text and "spilled" in text
-    found = json.loads(
-        run("gemm", "--m", 64, "--n", 1024, "--k", 1024, "--gpu", "h100", "--top", 1, "--compile", "--json", "-")
-    )
-    (plan,) = found["plans"]
+    gemm = "gemm --m 64 --n 1024 --k 1024 --gpu h100 --top 1 --compile --json -"
+    (plan,) = json.loads(run(*gemm.split()))["plans"]
     assert plan["compiled"]["shared"] == plan["shared"] and 0.5 < plan["compiled"]["registers"] / plan["registers"] < 2
 
 
 @pytest.mark.parametrize(
     "args, message",
     [
-        (("gemm", "--m", 0, "--n", 1, "--k", 1, "--gpu", "h100"), "m: expected a positive integer, not 0"),
-        ((*GEMM[:-1], "h300"), "gpu: no preset for 'h300'; known are h100, h200, "),
-        ((*GEMM[:-1], "a100", "--dtype", "fp8"),
-        "dtype: nvidia-a100 does not multiply float8; it multiplies float32, tfloat32"),
-        ((*GEMM, "--dtype", "fp61"),
-        "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'fp61'; did you mean 'float16'?"),
-        ((*GEMM, "--dtype", "int8"),
-        "dtype: expected one of bfloat16, float16, float32, tfloat32, float8, not 'int8'; packed weights are --weight"
-        " int8"),
-        ((*GEMM, "--weight", "int3"), "weight: expected one of int4, int8, float8, not 'int3'; did you mean"),
-        (("gemm", "--m", 1, "--n", 1, "--k", 100, "--weight", "int4", "--gpu", "h100"),
-        "k: expected a multiple of the group of 128 weights"),
-        ((*GEMM, "--weight", "int4", "--compile"), "gemm: no kernel of nanovllm multiplies bfloat16 by int4"),
-        (("attention", "--query", 8, "--context", 4, "--gpu", "h100"),
-        "context: expected at least the 8 query tokens, not 4"),
-        (("attention", "--query", 8, "--heads", 3, "--kv-heads", 2, "--gpu", "h100"),
-        "heads: expected a multiple of the 2 KV heads"),
-        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--gpu", "h100"),
-        "filter_height: 3 taps with dilation 1"),
-        (("conv", "--channels", 1, "--filters", 1, "--height", 2, "--width", 2, "--kernel", "3x3x3"),
-        "--kernel: expected a size such as 3"),
-        (("elementwise", "--elements", -4, "--gpu", "h100"), "elements: expected a positive integer, not -4"),
-        (("reduction", "median", "--rows", 4, "--size", 4, "--gpu", "h100"),
-        "kind: expected one of softmax, layer_norm, rms_norm, not 'median'"),
+        ("gemm --m 0 --n 1 --k 1", "m: expected a positive integer, not 0"),
+        ("gemm --m 1 --n 1 --k 1 --gpu h300", "gpu: no preset for 'h300'; known are h100, h200, "),
+        ("gemm --m 1 --n 1 --k 1 --dtype fp61", "dtype: expected one of bfloat16, float16, float32, tfloat32, float8"),
+        ("gemm --m 1 --n 1 --k 1 --dtype int8", "dtype: expected one of bfloat16, float16, float32, tfloat32, float8"),
+        ("gemm --m 1 --n 1 --k 1 --weight int3", "weight: expected one of int4, int8, float8, not 'int3'; did you"),
+        ("gemm --m 1 --n 1 --k 128 --weight int4 --compile", "gemm: no kernel of nanovllm multiplies bfloat16 by int4"),
+        ("attention --query 8 --context 4", "context: expected at least the 8 query tokens, not 4"),
+        ("conv --channels 1 --filters 1 --height 2 --width 2 --kernel 3x3x3", "--kernel: expected a size such as 3"),
+        ("reduction median --rows 4 --size 4", "kind: expected one of softmax, layer_norm, rms_norm, not 'median'"),
     ],
-)  # fmt: skip
+)
 def test_what_a_user_can_mend_is_one_line(args, message):
+    given = args if "--gpu" in args else f"{args} --gpu h100"
     with pytest.raises(ValueError) as error:
-        run(*args)
+        run(*given.split())
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
@@ -199,15 +170,9 @@ def test_device():
     text = run("--gpu", "h100", command=device_app)
     assert "nvidia-h100" in text and "132" in text and "228 / 227" in text and "wgmma" in text and "Presets: " in text
     found = json.loads(run("--gpu", "rtx-4090", "--json", "-", command=device_app))
-    assert (
-        found["name"] == "nvidia-rtx-4090"
-        and found["sms"] == 128
-        and found["matrix_unit"] == "mma"
-        and found["measured"] == []
-    )
-    with pytest.raises(
-        ValueError, match="^--refresh: measures the GPU that is here, so it does not go with --gpu h100"
-    ):
+    shown = [found[key] for key in ("name", "sms", "matrix_unit", "measured")]
+    assert shown == ["nvidia-rtx-4090", 128, "mma", []]
+    with pytest.raises(ValueError, match="^--refresh: measures the GPU that is here, so it does not go with --gpu h10"):
         run("--gpu", "h100", "--refresh", command=device_app)
 
 
@@ -228,21 +193,6 @@ def test_what_was_measured_is_marked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(gpu_presets, "this_device", lambda device, refresh=False: model)
     lines = run(command=device_app).splitlines()
-    assert any("memory latency" in line and "600 *" in line for line in lines) and any(
-        "4.40 *" in line for line in lines
-    )
-    assert any("tfloat32" in line and "*" not in line for line in lines) and "* measured on this GPU" in lines[-1]
-    assert "memory_latency" not in json.loads(run("--json", "-", command=device_app)) and "dram_latency" in run(
-        "--json", "-", command=device_app
-    )
-
-
-def test_they_fit_into_the_console_command():
-    """As the root command adds them."""
-    from nanovllm.cli.device import device
-
-    root = typer.Typer()
-    root.add_typer(app, name="plan")
-    root.command()(device)
-    assert "nvidia-h100" in run("device", "--gpu", "h100", command=root)
-    assert "on nvidia-h100" in run("plan", *GEMM, "--top", 1, command=root)
+    assert any("memory latency" in line and "600 *" in line for line in lines)
+    assert any("4.40 *" in line for line in lines) and "* measured on this GPU" in lines[-1]
+    assert any("tfloat32" in line and "*" not in line for line in lines)

@@ -71,11 +71,8 @@ def test_a_dry_run_shows_the_space_and_what_is_left_out_and_why():
 def test_a_dry_run_of_a_model_has_all_its_ops():
     document = json.loads(ok("--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--json", "-"))
     ops = {job["op"] for job in document["jobs"]}
-    assert (
-        {"attention_decode", "attention_prefill", "add_rms_norm_linear", "linear", "linear_bias_act"}
-        < ops
-        <= set(TUNABLES)
-    )
+    some = {"attention_decode", "attention_prefill", "add_rms_norm_linear", "linear", "linear_bias_act"}
+    assert some < ops <= set(TUNABLES)
     assert len(document["jobs"]) > 70 and all(job["candidates"] for job in document["jobs"])
     assert sum(job["tunable"] == "attention_decode_hopper" for job in document["jobs"]) == 8
     only = json.loads(ok("silu_and_mul", "--preset", "qwen3-0.6b", "--dry-run", "--gpu", "h200", "--json", "-"))
@@ -130,8 +127,7 @@ def test_the_list_shows_what_is_shipped(path, monkeypatch):
     assert f"kernel configurations on {path.stem}" in text and f"read: {path}" in text.replace("\n", "")
 
 
-def test_the_list_says_where_there_are_none(files, monkeypatch):
-    assert "kernel configurations on nvidia-a100" in ok("--list", "--gpu", "a100")
+def test_the_list_says_that_a_directory_is_none(files, monkeypatch):
     monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(files / "typo"))
     assert f"{files / 'typo'}, which does not exist" in ok("--list")
     (files / "typo").write_text("")
@@ -198,74 +194,56 @@ def test_the_documentation_shows_what_a_dry_run_prints():
 def test_the_documentation_counts_what_is_shipped():
     text = (DOCS / "tuning.md").read_text()
     said = re.search(r"ships (\d+) configurations for the H200 and (\d+) for the H100", text)
-    found = [
-        len(config_files.document(config_files.SHIPPED / f"nvidia-{gpu}.json")["entries"]) for gpu in ("h200", "h100")
-    ]
-    assert said and [int(n) for n in said.groups()] == found, f"docs/tuning.md: there are {found}"
-    for path in config_files.SHIPPED.glob("*.json"):
-        for data in config_files.document(path)["entries"]:  # as docs/tuning.md says
-            assert data["builtin_us"] >= 1.02 * data["us"], f"{path.name}: {data['tunable']} {data['key']}"
+    files = [config_files.SHIPPED / f"nvidia-{gpu}.json" for gpu in ("h200", "h100")]
+    assert set(files) == set(config_files.SHIPPED.glob("*.json"))
+    entries = [config_files.document(path)["entries"] for path in files]
+    assert said and [int(n) for n in said.groups()] == list(map(len, entries))
+    for data in sum(entries, []):  # as docs/tuning.md says
+        assert data["builtin_us"] >= 1.02 * data["us"], f"{data['tunable']} {data['key']}"
 
 
 @pytest.mark.parametrize(
     "args, said",
     [
         ("rms_nrom --dry-run", "unknown op 'rms_nrom'; did you mean 'rms_norm'? ops to tune are rms_norm,"),
-        ("nope --dry-run", "unknown op 'nope'; ops to tune are rms_norm, add_rms_norm"),
         ("nope --list", "unknown op 'nope'; ops to tune are rms_norm, add_rms_norm"),
         ("store_kvcache --dry-run", "store_kvcache: its kernels choose nothing that can be tuned; ops to"),
         ("rms_norm --dry-run --shape 3xa", "--shape 3xa: expected numbers with x between them, ROWSxSIZE"),
-        ("rms_norm --dry-run --shape 1x2x3", "--shape 1x2x3: rms_norm takes ROWSxSIZE"),
         ("rms_norm --dry-run --shape 0x4", "--shape 0x4: expected at least 1 of the first"),
-        ("rms_norm --dry-run --shape 4x-4", "--shape 4x-4: rms_norm takes ROWSxSIZE, numbers from 0 on"),
-        ("embedding --dry-run --shape 4x0x64", "--shape 4x0x64: embedding needs VOCAB_SIZE of at least 1, not 0"),
         ("linear --dry-run --shape 4x64x0", "--shape 4x64x0: linear needs SIZE of at least 1, not 0"),
-        ("gated_mlp --dry-run --shape 4x64x0", "--shape 4x64x0: gated_mlp needs INTERMEDIATE of at least 1, not 0"),
-        ("attention_decode --dry-run --shape 1x8x8x2x1x64x0", "attention_decode needs BLOCK_SIZE of at least 1, not 0"),
         ("rms_norm --dry-run --shape 100000000x100000000", "--shape 100000000x100000000: tensors of rms_norm of"),
         ("rms_norm --dry-run --shape 9000000000x9000000000", "--shape 9000000000x9000000000: tensors of rms_norm of"),
         ("rms_norm --dry-run --gpu h101", "no preset for 'h101'"),
         ("rms_norm --dry-run --dtype int8", "--dtype int8: expected one of bfloat16, float16, float32"),
-        ("rms_norm --dry-run --limit 0", "--limit 0: expected a positive number of seconds"),
         ("rms_norm --dry-run --preset qwen3-0.6b --shape 1x2", "--preset, --shape: expected one of them"),
         ("softmax --dry-run --preset qwen3-0.6b", "softmax: --preset has shapes for attention_decode"),
         ("--dry-run --preset qwen9", "no preset 'qwen9'"),
         ("--dry-run", "expected an op to tune, or --preset with a model's name, or --list"),
         ("rms_norm --out x --patience 0", "--patience 0: expected at least 1 candidate"),
-        ("rms_norm --dry-run --patience 0", "--patience 0: expected at least 1 candidate"),
-        ("--list --patience 0", "--patience 0: expected at least 1 candidate"),
-        ("--list --shape 4x4", "--list, --shape: expected one of them"),
         ("--list --dry-run --preset x", "--list, --preset, --dry-run: expected one of them"),
-        ("--list --gpu h101", "no preset for 'h101'"),
         ("rms_norm --dry-run --limit nan", "--limit nan: expected a positive number of seconds"),
-        ("rms_norm --dry-run --device tpu", "device='tpu': not a device"),
         ("rms_norm --dry-run --device cuda:99", "device='cuda:99': this machine has "),
         ("rms_norm --dry-run --resume", "--resume, --dry-run: expected one of them"),
         ("rms_norm --out x --gpu h200", "--gpu: only with --dry-run"),
         ("rms_norm --out x --device cpu", "configurations are timed on a GPU, this is cpu; --dry-run"),
     ],
-)  # fmt: skip
+)
 def test_bad_input(args, said, monkeypatch):
     monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
     done = run(*args.split())
     assert isinstance(done.exception, ValueError) and said in str(done.exception), done.exception
-    assert "nanovllm tune got" not in str(done.exception)
 
 
-@pytest.mark.parametrize("op", ["attention_decode", "qk_norm_rope_attention", "attention_prefill"])
 @pytest.mark.parametrize(
-    "shape, said",
+    "op, shape, said",
     [
-        ("4", "takes NUM_SEQSxLEASTxMOST"),
-        ("4x100x7x2x64", "takes NUM_SEQSxLEASTxMOST"),
-        ("4x64x8x2x2x64x16", "needs LEAST up to MOST, the shortest and the longest run or context, not 64 and 8"),
-        ("4x5000x1000x2x2x64x16", "needs LEAST up to MOST, the shortest and the longest run or context, not 5000"),
+        ("attention_decode", "4x100x7x2x64", "takes NUM_SEQSxLEASTxMOST"),
+        ("qk_norm_rope_attention", "4x5000x1000x2x2x64x16", "needs LEAST up to MOST, the shortest and the longest run"),
+        ("attention_prefill", "4x64x8x0x2x2x64x16", "needs LEAST up to MOST, the shortest and the longest run"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_shape_of_attention_is_said_as_it_was_given_and_as_bench_says_it(op, shape, said):
     """Launches are recorded for short contexts and few sequences: what is wrong is said of the numbers of the user."""
-    if op == "attention_prefill" and shape.count("x") == 6:
-        shape = shape.replace("x2x2x", "x0x2x2x")
     said = f"--shape {shape}: {op} {said}"
     done = run(op, "--shape", shape, "--dry-run", "--gpu", "h100")
     assert isinstance(done.exception, ValueError) and str(done.exception).startswith(said), done.exception
@@ -277,13 +255,10 @@ def test_a_wrong_shape_of_attention_is_said_as_it_was_given_and_as_bench_says_it
         jobs(op, [tuple(map(int, shape.split("x")))], torch.bfloat16, device_model("h100"))
 
 
-def test_a_directory_to_write_to_is_needed(monkeypatch):
+def test_where_to_write(tmp_path, monkeypatch):
     monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
     with pytest.raises(ValueError, match="^--out: expected a directory to write to, here or in NANOVLLM_KERNEL_CONFIG"):
         module.output_directory(None)
-
-
-def test_a_directory_that_cannot_be_made_is_said_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     for name in ("file", "file/deeper/still"):
         said = f"--out {tmp_path / name}: expected a directory, and {tmp_path / 'file'} is a file"

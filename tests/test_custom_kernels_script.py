@@ -14,14 +14,8 @@ from nanovllm.kernels.testing.verify import Case
 
 def measured(shape, num_bytes, seconds=1e-6, provider="triton"):
     timing = None if seconds is None else Timing(seconds, seconds, seconds)
-    return Measurement(
-        "rms_norm",
-        provider,
-        Case(shape, torch.bfloat16),
-        timing,
-        bytes=num_bytes,
-        peak_bytes=None if timing is None else num_bytes,
-    )
+    peak = None if timing is None else num_bytes
+    return Measurement("rms_norm", provider, Case(shape, torch.bfloat16), timing, bytes=num_bytes, peak_bytes=peak)
 
 
 def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
@@ -31,9 +25,8 @@ def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
         measured((16384, 4096), 900, 142e-6, "native"),
     ]  # fmt: skip
     largest = script.of_the_largest_shape(results)
-    assert {k: m.case.shape for k, m in largest.items()} == {
-        ("rms_norm", p): (16384, 4096) for p in ("triton", "native")
-    }
+    shapes = {("rms_norm", provider): (16384, 4096) for provider in ("triton", "native")}
+    assert {key: m.case.shape for key, m in largest.items()} == shapes
     script.peak_memory(results)
     assert capsys.readouterr().out.count("16384x4096") == 2
     script.summary({("rms_norm", "triton"): "right"}, results)

@@ -52,12 +52,7 @@ def test_end_tokens(eos, expected):
 
 @pytest.mark.parametrize(
     "entry, expected",
-    [
-        (dict(torch_dtype="float16"), "float16"),
-        (dict(dtype="torch.bfloat16"), "bfloat16"),
-        (dict(dtype=None), None),
-        ({}, None),
-    ],
+    [(dict(torch_dtype="float16"), "float16"), (dict(dtype="torch.bfloat16"), "bfloat16"), (dict(dtype=None), None)],
 )
 def test_dtype(entry, expected):
     assert ModelConfig.from_dict(LLAMA | entry).dtype == expected
@@ -77,10 +72,7 @@ def test_multi_head_attention_where_key_value_heads_are_unsaid():
         (dict(num_key_value_heads=3), "num_attention_heads=4 is no multiple of num_key_value_heads=3"),
         (dict(hidden_act="relu"), "hidden_act='relu' is not supported; supported are 'silu', 'gelu'"),
         (dict(use_sliding_window=True, sliding_window=16), "sliding_window=16 is not supported; set it to null"),
-        (
-            dict(layer_types=["full_attention", "sliding_attention"]),
-            "'sliding_attention']: only a list of 'full_attention'",
-        ),
+        (dict(layer_types=["full_attention", "sliding_attention"]), "attention']: only a list of 'full_attention'"),
         (dict(sliding_window=16), "sliding_window=16 is not supported; set it to null"),
         (dict(head_dim=17), "head_dim=17 is not supported; it must be even"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
@@ -137,9 +129,8 @@ def test_biases_are_those_of_transformers(architecture, entries):
     biases = dict(attention_bias=True, mlp_bias=True)
     ours = ModelConfig.from_dict(entries | biases)
     theirs = tiny.model(architecture, **biases).model.layers[0]
-    assert (
-        ours.attention_bias == (theirs.self_attn.q_proj.bias is not None) == (theirs.self_attn.o_proj.bias is not None)
-    )
+    q_bias, o_bias = (getattr(theirs.self_attn, f"{name}_proj").bias is not None for name in "qo")
+    assert ours.attention_bias == q_bias == o_bias
     assert ours.mlp_bias == (theirs.mlp.up_proj.bias is not None) == (theirs.mlp.down_proj.bias is not None)
     assert ours.mlp_bias == (architecture == "llama")
 
@@ -177,14 +168,8 @@ def test_what_is_no_value_for_an_entry_is_an_error_that_names_both(name, allowed
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn"])
 def test_what_is_no_number_in_a_rope_scaling_is_named(kind):
-    rope = dict(
-        rope_type=kind,
-        factor=2.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=32,
-        rope_theta=1e4,
-    )
+    rope = dict(rope_type=kind, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=1e4)
+    rope["original_max_position_embeddings"] = 32
     names = [*RopeConfig.REQUIRED[kind], "rope_theta", *(["attention_factor", "beta_fast"] if kind == "yarn" else [])]
     for name in names:
         for junk in ("x", [], -1, True, float("nan")):
@@ -193,19 +178,13 @@ def test_what_is_no_number_in_a_rope_scaling_is_named(kind):
     assert ModelConfig.from_dict(QWEN3 | dict(rope_parameters=rope)).rope.scaling_type == kind
 
 
+LLAMA3 = dict(rope_type="llama3", factor=8.0, original_max_position_embeddings=8)
+
+
 @pytest.mark.parametrize(
     "rope, said",
     [
-        (
-            dict(
-                rope_type="llama3",
-                factor=8.0,
-                low_freq_factor=4.0,
-                high_freq_factor=4,
-                original_max_position_embeddings=8,
-            ),
-            "low_freq_factor=4.0 must be below",
-        ),
+        (LLAMA3 | dict(low_freq_factor=4.0, high_freq_factor=4), "low_freq_factor=4.0 must be below"),
         (dict(rope_type=["yarn"]), "rope_type=.*not supported"),
         (dict(rope_type="linear"), "'linear' needs factor"),
         (dict(rope_type="llama3", factor=8.0), "'llama3' needs low_freq_factor, high_freq_factor"),
@@ -229,10 +208,8 @@ def test_rope_scaling_beside_rope_parameters_is_not_passed_over():
     with pytest.raises(ValueError, match="rope_scaling=.*yarn.* and rope_parameters=.*default.* contradict each other"):
         ModelConfig.from_dict(QWEN3 | dict(rope_scaling=YARN, rope_parameters=THETA))
     both = dict(rope_scaling=YARN, rope_theta=1e6, rope_parameters=YARN | dict(rope_theta=1e6))
-    assert (
-        ModelConfig.from_dict(QWEN3 | both).rope
-        == ModelConfig.from_dict(QWEN3 | dict(rope_scaling=YARN, rope_theta=1e6)).rope
-    )
+    alone = dict(rope_scaling=YARN, rope_theta=1e6)
+    assert ModelConfig.from_dict(QWEN3 | both).rope == ModelConfig.from_dict(QWEN3 | alone).rope
     assert ModelConfig.from_dict(QWEN3 | dict(rope_scaling=None, rope_parameters=THETA)).rope == RopeConfig(1e6)
 
 

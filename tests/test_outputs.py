@@ -7,22 +7,16 @@ import pytest
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 LOGPROBS = [{7: Logprob(-0.1, 1)}, {8: Logprob(-0.2, 1)}]
-OUTPUT = RequestOutput(
-    request_id=3,
-    prompt="Hi",
-    prompt_token_ids=[1, 2],
-    outputs=[CompletionOutput(0, " there", [7, 8], "stop", "x", LOGPROBS), CompletionOutput(1, " you", [9], "length")],
-    finished=True,
-)
+COMPLETIONS = [CompletionOutput(0, " there", [7, 8], "stop", "x", LOGPROBS), CompletionOutput(1, " you", [9], "length")]
+OUTPUT = RequestOutput(3, "Hi", [1, 2], COMPLETIONS, finished=True)
 
 
 def test_keys_are_the_first_completion_and_the_request():
     assert OUTPUT["text"] == OUTPUT.outputs[0].text == " there"
     assert OUTPUT["token_ids"] == OUTPUT.outputs[0].token_ids == [7, 8]
     assert OUTPUT["finish_reason"] == "stop" and OUTPUT["stop_reason"] == "x" and OUTPUT["logprobs"] is LOGPROBS
-    assert (
-        OUTPUT["prompt_token_ids"] is OUTPUT.prompt_token_ids and OUTPUT["prompt"] == "Hi" and OUTPUT["request_id"] == 3
-    )
+    assert OUTPUT["prompt_token_ids"] is OUTPUT.prompt_token_ids
+    assert (OUTPUT["prompt"], OUTPUT["request_id"]) == ("Hi", 3)
     assert OUTPUT["outputs"][1].text == " you" and OUTPUT["finished"] is True
 
 
@@ -56,8 +50,7 @@ def test_request_and_completion_have_no_name_in_common():
 def test_defaults():
     output = RequestOutput(0, None, [1], [CompletionOutput(0, "", [])], False)
     assert output.prompt_logprobs is None and output["finish_reason"] is None
-    assert output.metrics.time_to_first_token is None and output.metrics.num_cached_tokens == 0
-    assert (
-        output.outputs[0].cumulative_logprob is output.metrics.first_token_time is output.metrics.finished_time is None
-    )
+    metrics = output.metrics
+    assert metrics.time_to_first_token is None and metrics.num_cached_tokens == 0
+    assert output.outputs[0].cumulative_logprob is metrics.first_token_time is metrics.finished_time is None
     assert output.metrics is not RequestOutput(0, None, [1], [], False).metrics

@@ -11,19 +11,10 @@ import torch
 
 # Awkward on purpose: the vocabulary is odd, and head_dim is not hidden_size / num_attention_heads.
 DEFAULTS: dict[str, Any] = dict(
-    vocab_size=199,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=512,
-    tie_word_embeddings=False,
-    bos_token_id=None,
-    eos_token_id=None,
-    pad_token_id=None,
-)
+    vocab_size=199, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None,
+    eos_token_id=None, pad_token_id=None,
+)  # fmt: skip
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),

@@ -26,11 +26,8 @@ def op(name, phase, us, bytes_, flops, floor, provider="triton"):
 def profile():
     leaf = {"name": "<attention> & co", "us": 600.0, "children": []}
     small = {"name": "tiny", "us": 1.0, "children": []}
-    tree = {
-        "name": "host",
-        "us": 1000.0,
-        "children": [{"name": "decode step", "us": 1000.0, "children": [leaf, small]}],
-    }
+    step = {"name": "decode step", "us": 1000.0, "children": [leaf, small]}
+    tree = {"name": "host", "us": 1000.0, "children": [step]}
     return Profile(
         "bs128", "128 x 128 -> 256", "qwen3-0.6b",
         {"device": "NVIDIA H200", "dtype": "bfloat16", "kernels": {"rms_norm": "triton", "embedding": "native"}},
@@ -55,14 +52,10 @@ def profile():
 @pytest.fixture(scope="module")
 def rows():
     repeat = Repeat(0.5, 100, 200, 0.01, 0.02, 0.001, 0.002, 5, 5)
-    mine = Row(
-        "nanovllm", "custom", "qwen3-0.6b", "bs128", "l", None, [repeat], about={"dtype": "bfloat16"}, mbu=0.4, mfu=0.1
-    )
-    theirs = Row("vllm", "", "qwen3-0.6b", "bs128", "l", "vllm is <not> installed")
-    native = Row(
-        "nanovllm", "native", "qwen3-0.6b", "bs128", "l", None, [Repeat(1.0, 100, 200, 0.1, 0.2, 0.01, 0.02, 5, 5)]
-    )
-    return [mine, native, theirs]
+    load = "qwen3-0.6b", "bs128", "l"
+    mine = Row("nanovllm", "custom", *load, None, [repeat], about={"dtype": "bfloat16"}, mbu=0.4, mfu=0.1)
+    native = Row("nanovllm", "native", *load, None, [dataclasses.replace(repeat, seconds=1.0)])
+    return [mine, native, Row("vllm", "", *load, "vllm is <not> installed")]
 
 
 def test_the_text_says_what_was_found(profile, rows):
@@ -103,12 +96,27 @@ def test_a_profile_that_counted_otherwise_is_refused(profile):
         Profile.from_json(old)
 
 
-def test_every_op_has_a_dot(profile):
-    """Ops without arithmetic too: at the left edge, where the roof is the bandwidth."""
+def test_a_profile_survives_json(profile):
+    again = Profile.from_json(json.loads(json.dumps(profile.to_json())))
+    assert text_report(again) == text_report(profile) and again.ops == profile.ops
+
+
+@pytest.fixture(scope="module")
+def drawn(profile, rows):
     pytest.importorskip("matplotlib", reason="pip install matplotlib")
     from nanovllm.bench.profile_figures import figures
 
-    (ax,) = figures(profile)["roofline"].axes
+    return figures(profile, rows)
+
+
+@pytest.fixture(scope="module")
+def page(profile, drawn, rows):
+    return html_report(profile, drawn, rows)
+
+
+def test_every_op_has_a_dot(drawn):
+    """Ops without arithmetic too: at the left edge, where the roof is the bandwidth."""
+    (ax,) = drawn["roofline"].axes
     dots = [line for line in ax.lines if len(line.get_xdata()) == 1]
     assert len(dots) == 4  # all but "no op", of which nothing is known
     (hollow,) = [d for d in dots if d.get_markerfacecolor() == "none"]
@@ -118,19 +126,12 @@ def test_every_op_has_a_dot(profile):
     assert hollow.get_ydata()[0] == pytest.approx(2e8 / 90e-6 * left / 1e9)
 
 
-def test_a_profile_survives_json(profile):
-    again = Profile.from_json(json.loads(json.dumps(profile.to_json())))
-    assert text_report(again) == text_report(profile) and again.ops == profile.ops
+def test_figures_as_files(drawn, tmp_path):
+    from nanovllm.bench.profile_figures import write_pngs
 
-
-@pytest.fixture(scope="module")
-def page(profile, rows):
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    from nanovllm.bench.profile_figures import figures
-
-    made = figures(profile, rows)
-    assert set(made) == {"roofline", "steps", "timeline", "memory", "comparison"}
-    return html_report(profile, made, rows)
+    assert set(drawn) == {"roofline", "steps", "timeline", "memory", "comparison"}
+    paths = write_pngs(drawn, tmp_path)
+    assert len(paths) == 5 and all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000 for p in paths)
 
 
 class Checker(HTMLParser):
@@ -167,9 +168,8 @@ def test_the_page_is_whole_and_needs_nothing_else(page):
     checker.feed(page)
     assert checker.problems == [] and checker.open == []
     text = " ".join(checker.text)
-    assert all(
-        t in text for t in ("<attention> & co", "void <flash> kernel", "vllm is <not> installed", "Roofline, measured")
-    )
+    for said in ("<attention> & co", "void <flash> kernel", "vllm is <not> installed", "Roofline, measured"):
+        assert said in text
     assert "@import" not in page and "url(http" not in page and "<script" not in page
     assert 'name="viewport" content="width=device-width' in page
     svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
@@ -179,16 +179,7 @@ def test_the_page_is_whole_and_needs_nothing_else(page):
     assert 'title="tiny' not in page  # a thousandth of the flame graph's width
 
 
-def test_figures_as_files(profile, rows, tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install matplotlib")
-    from nanovllm.bench.profile_figures import figures, write_pngs
-
-    paths = write_pngs(figures(profile, rows), tmp_path)
-    assert len(paths) == 5 and all(p.read_bytes().startswith(b"\x89PNG") and p.stat().st_size > 5000 for p in paths)
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_page_in_a_browser(page, tmp_path, width):
+def test_the_page_in_a_browser(page, tmp_path):
     """No request, nothing wider than the screen, text large enough to read; the screenshot is drawn, not blank."""
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -199,23 +190,23 @@ def test_the_page_in_a_browser(page, tmp_path, width):
             browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no Chromium here: {str(error).splitlines()[0]}")
-        tab = browser.new_page(viewport={"width": width, "height": 844})
-        requests, messages = [], []
-        tab.on("request", lambda r: requests.append(r.url))
-        tab.on("console", lambda m: messages.append(m.text))
-        tab.goto(path.as_uri())
-        assert requests == [path.as_uri()] and messages == []
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
-        sizes = tab.evaluate(
-            "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
-            ".map(t => t.getBoundingClientRect())"
-            ".map(b => Math.min(b.width, b.height)).filter(s => s > 0)"
-        )
-        boxes = tab.evaluate("[...document.querySelectorAll('.figure svg')].map(s => s.getBoundingClientRect().width)")
-        assert len(sizes) > 40 and sorted(sizes)[len(sizes) // 2] >= 8
-        assert len(boxes) == 5 and all(0.8 * min(width, 640) <= b <= width for b in boxes)
-        flame = tab.evaluate("[...document.querySelectorAll('#flame span')].map(s => s.getBoundingClientRect().width)")
-        assert len(flame) == 3 and flame[0] > 0.8 * min(width, 800) and 0.55 < flame[2] / flame[0] < 0.65
-        picture = tab.screenshot(full_page=True, path=tmp_path / "page.png")
+        for width in (390, 1280):
+            tab = browser.new_page(viewport={"width": width, "height": 844})
+            requests, messages = [], []
+            tab.on("request", lambda r, seen=requests: seen.append(r.url))
+            tab.on("console", lambda m, seen=messages: seen.append(m.text))
+            tab.goto(path.as_uri())
+            assert requests == [path.as_uri()] and messages == []
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+            sizes = tab.evaluate(
+                "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
+                ".map(t => t.getBoundingClientRect())"
+                ".map(b => Math.min(b.width, b.height)).filter(s => s > 0)"
+            )
+            widths = "[...document.querySelectorAll('{}')].map(s => s.getBoundingClientRect().width)"
+            boxes, flame = (tab.evaluate(widths.format(of)) for of in (".figure svg", "#flame span"))
+            assert len(sizes) > 40 and sorted(sizes)[len(sizes) // 2] >= 8
+            assert len(boxes) == 5 and all(0.8 * min(width, 640) <= b <= width for b in boxes)
+            assert len(flame) == 3 and flame[0] > 0.8 * min(width, 800) and 0.55 < flame[2] / flame[0] < 0.65
+            assert len(tab.screenshot(full_page=True)) > 60_000  # a blank page of this size is a few kB
         browser.close()
-    assert len(picture) > 60_000  # a blank page of this size is a few kB

@@ -97,10 +97,7 @@ def test_an_engines_own_warm_up():
     assert len(engine.runs) == 9 and rows[0].warmup_seconds == [0.25]
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [("auto", 2), ("fp8", 1), ("fp8_e4m3", 1), ("bfloat16", 2), ("fp16", 2), ("float32", 4), ("fp32", 4)],
-)
+@pytest.mark.parametrize("name, expected", [("auto", 2), ("fp8", 1), ("fp8_e4m3", 1), ("fp16", 2), ("fp32", 4)])
 def test_bytes_of_the_cache_by_its_dtype(name, expected):
     job = dataclasses.replace(JOB, options={"kv_cache_dtype": name})
     assert worker.model_shape(job, CONFIG, "bfloat16").token_kv_bytes == 2 * 2 * 4 * expected
@@ -171,17 +168,12 @@ def test_an_engine_that_does_not_start_is_a_reason_in_every_row():
     def fail(*_, **__):
         raise ValueError("no such\nmodel")
 
-    rows = []
+    rows, absent = [], dataclasses.replace(JOB, engine="sglang", variant="")
     measure_rows(in_process(fail), JOB, rows.append, lambda kind, content: None)
     assert [r.error for r in rows] == ["ValueError: no such model"] * 3
-
-
-def test_an_engine_that_is_not_installed():
-    if importlib.util.find_spec("vllm"):
-        pytest.skip("vLLM is installed")
-    rows = []
-    measure_rows(in_process(None), dataclasses.replace(JOB, engine="vllm", variant=""), rows.append, lambda k, c: None)
-    assert {r.error for r in rows} == {"vllm is not installed; pip install vllm"}
+    if importlib.util.find_spec("sglang") is None:
+        measure_rows(in_process(None), absent, rows.append, lambda kind, content: None)
+        assert {r.error for r in rows[3:]} == {"sglang is not installed; pip install sglang"}
 
 
 @pytest.mark.parametrize("read, quantised", [(None, None), (4.0, None), (4.05, None), (0.6, True), (1.0, True)])

@@ -14,14 +14,12 @@ def test_std256_is_nano_vllms_published_benchmark():
     assert sum(outputs) == 133_966 and {i.arrival for i in items} == {0.0}
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_draw_is_what_was_declared(name):
-    workload = WORKLOADS[name]
-    items = workload.draw(3, vocab_size=50)
-    assert items == workload.draw(3, vocab_size=50) != workload.draw(4, vocab_size=50)
-    assert len(items) == workload.num_requests
-    assert all(0 <= t < 50 for i in items for t in i.prompt)
-    assert max(len(i.prompt) + i.num_output for i in items) <= workload.max_len
+def test_a_draw_is_what_was_declared():
+    for name, workload in WORKLOADS.items():
+        items = workload.draw(3, vocab_size=50)
+        assert items == workload.draw(3, vocab_size=50) != workload.draw(4, vocab_size=50), name
+        assert len(items) == workload.num_requests and all(0 <= t < 50 for i in items for t in i.prompt), name
+        assert max(len(i.prompt) + i.num_output for i in items) <= workload.max_len, name
 
 
 def test_a_shared_prefix_is_shared_and_the_rest_is_not():

@@ -156,6 +156,24 @@ class Workplace:
         path.chmod(0o755)
 
 
+def check(page: Path, place: Workplace, outputs: bool = True) -> None:
+    """Run the blocks of a page in order, but for those that need what this machine lacks.
+
+    Args:
+        outputs: compare what commands print with what the page shows.
+
+    Raises:
+        AssertionError: a block fails, nothing ran, or a command does not print a line that is shown.
+    """
+    runnable = [block for block in blocks(page.read_text()) if place.runs(block)]
+    assert runnable, f"{page.name}: nothing of it runs here"
+    for block in runnable:
+        for command, shown, printed in place.run(block):
+            missing = missing_line(shown, printed) if outputs else None
+            where = f"{page.name}, line {block.line}: $ {command}"
+            assert missing is None, f"{where}\ndoes not print the line\n{missing}\nbut\n{printed}"
+
+
 def gpu_and_nvcc() -> bool:
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available

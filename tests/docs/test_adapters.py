@@ -1,5 +1,6 @@
 """docs/adapters.md: its Python runs as it stands, and names ops and options that are there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -21,17 +22,12 @@ def section(title):
 def test_the_code_of_torch_compile_runs():
     code = re.search(r"```python\n(.*?)```", section("torch.compile"), re.DOTALL)[1]
     # On a CPU, also where there is a GPU: the page shows what is printed there.
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=without_gpu())
+    without_gpu = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=without_gpu)
     assert done.returncode == 0, done.stderr
     shown = re.search(r"On a CPU the report says `(.*?)`", section("torch.compile"))[1]
     # Inductor's cache may have the graph of an earlier run, which is not given to the pass.
     assert shown in done.stdout or "graphs compiled: 0" in done.stdout, done.stdout
-
-
-def without_gpu():
-    import os
-
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
 
 
 def test_the_tables_name_every_op():
@@ -45,11 +41,8 @@ def test_the_commands_are_there():
 
     from nanovllm.cli import app
 
-    for command in ("export", "import"):
-        assert f"nanovllm kernels {command} " in section("FlashInfer-Bench")
-        helped = CliRunner().invoke(app, ["kernels", command, "--help"]).output
-        words = [w for line in helped.splitlines() for w in line.split()]
-        for option in {"export": ("--dtype", "--shape", "--provider"), "import": ("--timeout", "--save", "--only")}[
-            command
-        ]:
-            assert option in words and option in section("FlashInfer-Bench")
+    page = section("FlashInfer-Bench")
+    for command, options in (("export", "--dtype --shape --provider"), ("import", "--timeout --save --only")):
+        words = CliRunner().invoke(app, ["kernels", command, "--help"]).output.split()
+        assert f"nanovllm kernels {command} " in page
+        assert all(option in words and option in page for option in options.split())

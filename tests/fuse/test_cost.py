@@ -52,9 +52,9 @@ def test_times_that_were_measured_on_an_h200():
             assert measured is None or abs(predicted / measured - 1) < 0.3, (predicted, measured)
 
 
-NEAR = [n + d for n in (64, 256, 1024, 8192, 40000) for d in (-1, 0, 1)]
+NEAR = [n + d for n in (64, 1024, 40000) for d in (-1, 0, 1)]
 ROWS = (1, 2, 3, 9, 1000, 50_000)
-FLAT = sorted({*range(1, 20), *NEAR, 65536, 100_001, 1 << 20, (1 << 24) + 1})
+FLAT = sorted({*range(1, 10), *NEAR, 65536, 100_001, 1 << 20, (1 << 24) + 1})
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.int8), ids=str)
@@ -90,9 +90,8 @@ def test_a_product_takes_its_rate_and_others_the_vector_rate():
     graph = build(lambda x, w: F.relu(F.linear(x, w)), (meta(64, 128), meta(256, 128)))
     product, relu = graph.kernels
     model = FusionCostModel(PLAIN, overlap=0)
-    assert model.kernel(product).seconds == pytest.approx(
-        1e-6 + 4 * (64 * 128 + 256 * 128 + 64 * 256) / 1e12 + 2 * 64 * 128 * 256 / 1e14
-    )
+    moved, flops = 4 * (64 * 128 + 256 * 128 + 64 * 256), 2 * 64 * 128 * 256
+    assert model.kernel(product).seconds == pytest.approx(1e-6 + moved / 1e12 + flops / 1e14)
     half = build(lambda x, w: F.linear(x, w), (meta(64, 128).half(), meta(256, 128).half())).kernels[0]
     assert "float16" not in PLAIN.matmul
     assert model.kernel(half).seconds > 2 * 64 * 128 * 256 / 1e13  # no matrix unit for it: on the ordinary ones
@@ -102,9 +101,7 @@ def test_where_inputs_lie():
     graph = build(lambda x: torch.softmax(x * 2, -1) + 1, (meta(1024, 1024),))
     mul, softmax, _ = graph.kernels
     computed, memory, cache = (FusionCostModel(H100, where) for where in ("computed", "memory", "cache"))
-    assert (
-        computed.kernel(mul).seconds == memory.kernel(mul).seconds > cache.kernel(mul).seconds
-    )  # an input of the graph
+    assert computed.kernel(mul).seconds == memory.kernel(mul).seconds > cache.kernel(mul).seconds  # the graph's input
     assert computed.kernel(softmax).seconds == cache.kernel(softmax).seconds < memory.kernel(softmax).seconds
     large = build(lambda x: torch.softmax(x * 2, -1), (meta(16384, 16384),)).kernels[1]  # does not stay in the cache
     assert computed.kernel(large).seconds == memory.kernel(large).seconds == cache.kernel(large).seconds

@@ -91,19 +91,16 @@ def test_results_that_are_tuples_are_compared():
 def test_random_numbers_are_timed_and_not_compared():
     x = torch.randn(64, 64)
     for fn, op in [(lambda x: F.dropout(x * 2, 0.5), "dropout"), (lambda x: torch.rand_like(x), "rand_like")]:
-        *_, r = measure(
-            FusionAnalyzer(fn, (x,), device=PLAIN), (x,), ways=("unfused", "compile"), backend="aot_eager", iters=1
-        )
+        analyzer = FusionAnalyzer(fn, (x,), device=PLAIN)
+        *_, r = measure(analyzer, (x,), ways=("unfused", "compile"), backend="aot_eager", iters=1)
         for m in (r.unfused, r.compile):
             assert m.seconds and m.error is None
             assert m.reason == f"{op} draws random numbers, so results were not compared"
         assert missing([r]) == [f"group {r.number}: {m.reason}"]
         (group,) = kept_timings.document([r], "NVIDIA H200", {}, Path("."))["groups"]
         assert group["unfused"]["us"] and group["unfused"]["not_compared"] == m.reason
-    inference = measure(
-        FusionAnalyzer(lambda x: F.dropout(x * 2, 0.5, False), (x,), device=PLAIN), (x,), ways=("unfused",), iters=1
-    )
-    assert inference[0].unfused.error == 0
+    inference = FusionAnalyzer(lambda x: F.dropout(x * 2, 0.5, False), (x,), device=PLAIN)
+    assert measure(inference, (x,), ways=("unfused",), iters=1)[0].unfused.error == 0
 
 
 def test_meta_tensors_and_unknown_ways_are_errors():
@@ -158,10 +155,8 @@ def comparison(predicted, measured, kernels=2):
 
 
 def test_agreement():
-    rows = [
-        comparison((10, 5), (8, 4)), comparison((20, 5), (25, 5)), comparison((6, 5), (6, 4)),
-        comparison((9, 9), (9, 9), 1),
-    ]  # fmt: skip
+    rows = [comparison(*both) for both in (((10, 5), (8, 4)), ((20, 5), (25, 5)), ((6, 5), (6, 4)))]
+    rows.append(comparison((9, 9), (9, 9), 1))
     found = Agreement.of(rows)
     assert found.rank == pytest.approx(1.0)  # gains of 5, 15, 1 and 4, 20, 2
     assert found.unfused_error == pytest.approx(0.1) and found.fused_error == pytest.approx(0.25)
@@ -180,9 +175,8 @@ def test_kept_results(tmp_path):
     runs = kept_timings.load(path)
     assert [r["arguments"]["tokens"] for r in runs] == [2, 1]  # the latest of each
     (group,) = runs[0]["groups"]
-    assert (
-        group["served"] == "rms_norm" and group["unfused"]["us"] > 0 and group["compile"] == {"reason": "not asked for"}
-    )
+    assert group["served"] == "rms_norm" and group["unfused"]["us"] > 0
+    assert group["compile"] == {"reason": "not asked for"}
     path.write_text("[1]")
     with pytest.raises(ValueError, match="is not a file of measured fusions"):
         kept_timings.load(path)

@@ -104,13 +104,12 @@ def test_what_only_looks_like_an_op():
     eps = 1e-6
     assert found(lambda x, w: w * (x * torch.rsqrt(x.square().mean(0, keepdim=True) + eps)), X, W) == set()  # columns
     assert found(lambda x, w: w * (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)), X, W) == set()  # a sum
-    assert (
-        found(lambda x, w: w * (R * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)), X, W) == set()
-    )  # of another
+    other = lambda x, w: w * (R * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))  # noqa: E731
+    assert found(other, X, W) == set()
     column = torch.randn(5, 1)
     assert found(lambda x, w: w * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)), X, column) == set()
-    assert "silu_and_mul" not in {n for n, _ in found(lambda g: g[:, :8] * F.silu(g[:, 8:]), X)}  # the halves exchanged
-    assert "silu_and_mul" not in {n for n, _ in found(lambda g: F.silu(g[:, :4]) * g[:, 4:8], X)}  # quarters
+    for fn in (lambda g: g[:, :8] * F.silu(g[:, 8:]), lambda g: F.silu(g[:, :4]) * g[:, 4:8]):  # exchanged; quarters
+        assert "silu_and_mul" not in {n for n, _ in found(fn, X)}
     square = torch.randn(16, 16)  # here the mean of a row, without its dimension, is broadcast along the columns
     assert found(lambda x, w: w * (x * torch.rsqrt(x.square().mean(-1) + eps)), square, W) == set()
     assert "softmax" in whole(lambda x: torch.softmax(x, -1), X)
@@ -128,20 +127,10 @@ def test_two_norms_of_different_eps_are_not_one_op():
         rope = all_ops()["rotary_embedding"].native
         return rope(positions, norm(q, qw, 1e-6), norm(k, kw, eps), table)
 
-    args = (
-        torch.randn(5, 4, 8),
-        torch.randn(5, 2, 8),
-        torch.arange(5),
-        torch.randn(32, 8),
-        torch.randn(8),
-        torch.randn(8),
-    )
-    assert "qk_norm_rope" in whole(_last(fn, 1e-6), *args)
-    assert "qk_norm_rope" not in whole(_last(fn, 1e-5), *args)
-
-
-def _last(fn, value):
-    return lambda *args: fn(*args, value)
+    q, k, table, weights = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(32, 8), torch.randn(2, 8)
+    for eps in (1e-6, 1e-5):
+        served = whole(lambda *args, eps=eps: fn(*args, eps), q, k, torch.arange(5), table, *weights)
+        assert ("qk_norm_rope" in served) == (eps == 1e-6)
 
 
 def test_what_is_needed_outside_keeps_an_op_from_replacing_it():

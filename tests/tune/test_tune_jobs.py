@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,13 +54,13 @@ def test_the_built_in_choice_is_among_what_is_tried_or_launches_at_least(op):
     shapes = dict(shapes_of(preset("qwen3-0.6b"))).get(op)
     found, _ = jobs(op, shapes, BF16, H200)
     assert found
-    for job in found:
+    for job in {id(job): job for job in (found[0], found[-1])}.values():
         found_plans = candidates(job, H200)
         plans = found_plans.plans
         assert len(plans) == len(set(plans)) > 3 and found_plans.total == len(plans) + found_plans.left_out.total()
         assert job.tunable.refuse(job.builtin, named(job)) is None
         assert plans[0] == job.builtin, job
-        for plan in plans[:500]:  # what is tried can be written and read
+        for plan in plans[:50]:  # what is tried can be written and read
             assert job.tunable.plan_from_json(job.tunable.plan_to_json(plan), job.key) == plan
 
 
@@ -77,9 +78,8 @@ def test_shapes_with_the_same_key_are_one_job():
 
 def test_a_key_is_what_the_kernel_asks_on_that_gpu():
     job = one("linear_bias_act", (256, 1024, 4096))
-    assert (
-        named(job) == {"m": 256, "n": 4096, "k": 1024, "dtype": BF16, "gated": False, "tma": True} and job.builtin.tma
-    )
+    assert named(job) == {"m": 256, "n": 4096, "k": 1024, "dtype": BF16, "gated": False, "tma": True}
+    assert job.builtin.tma
     older = one("linear_bias_act", (256, 1024, 4096), device=A100)
     assert not named(older)["tma"] and not older.builtin.tma
     assert not named(one("linear_bias_act", (256, 1023, 4096)))["tma"]  # rows of 2046 bytes
@@ -155,23 +155,18 @@ def test_the_key_of_a_product_for_hopper_is_what_its_launch_asks(op, gated, spli
             "gated": gated, "split": split,
         }  # fmt: skip
         arguments = call_arguments(job.op, job.shapes[0], BF16, {})
-        plans = candidates(job, H200).plans
-        for plan in (
-            job.builtin,
-            plans[-1],
-            None,
-        ):  # None: as `plan_hopper_product` says, for the multiprocessors of an H200
+        # None: as `plan_hopper_product` says, for the multiprocessors of an H200.
+        for plan in (job.builtin, candidates(job, H200).plans[-1], None):
             with tunables.HOPPER_PRODUCT.using(cpu, job.key, plan) as asked, recorded() as launches:
                 job.provider.fn(**arguments)
             assert asked == [job.key]
-            product = launches[0]
-            assert product.name == "hopper_product_kernel" and product.arguments["TOKENS"] + product.arguments[
-                "MORE"
-            ] == tunables.hopper_product_tokens(tokens, (plan or job.builtin).block)
-            given = tuple(product.arguments[name.upper()] for name in ("splits", "chunks", "slots", "rounds"))
-            assert hopper_product.HopperProductPlan(*given, (plan or job.builtin).block) == (plan or job.builtin)
-            assert product.arguments["GATED"] == gated
-            assert [launch.name for launch in launches[1:]] == (["sum_norm_kernel"] if split else [])
+            expected, launched = plan or job.builtin, launches[0].arguments
+            kernels = ["hopper_product_kernel", *(["sum_norm_kernel"] if split else [])]
+            assert [launch.name for launch in launches] == kernels
+            of_tokens = tunables.hopper_product_tokens(tokens, expected.block)
+            assert launched["TOKENS"] + launched["MORE"] == of_tokens and launched["GATED"] == gated
+            given = tuple(launched[name.upper()] for name in ("splits", "chunks", "slots", "rounds"))
+            assert hopper_product.HopperProductPlan(*given, expected.block) == expected
 
 
 @pytest.mark.parametrize("op, new", [("attention_decode", False), ("qk_norm_rope_attention", True)])
@@ -196,7 +191,7 @@ def test_the_key_of_decode_attention_for_hopper_is_what_its_launch_asks(op, new,
         fn = job.provider.fn
         arguments = job.op.records.group(call_arguments(job.op, job.shapes[0], BF16, {}))
         # None: as `plan_hopper_decode` says, for the multiprocessors of an H200.
-        for plan in (job.builtin, candidates(job, H200).plans[-1], None):
+        for plan in (job.builtin, replace(job.builtin, empty_last=not job.builtin.empty_last), None):
             with tunables.ATTENTION_DECODE_HOPPER.using(cpu, job.key, plan) as asked, recorded() as launches:
                 fn(**arguments)
             assert asked == [job.key]
@@ -215,10 +210,10 @@ def test_a_product_for_hopper_has_one_plan_for_all_tokens_of_a_key():
     for (rows, size), split in itertools.product(shapes, (False, True)):
         for tokens in range(1, MAX_TOKENS + 1):
             of_key = tunables.hopper_product_key(tokens, rows, size, BF16, False, split)[0]
-            assert of_key >= tokens and all(
-                tunables.hopper_product_tokens(of_key, b) == tunables.hopper_product_tokens(tokens, b)
-                for b in (128, 256)
-            )
+            assert of_key >= tokens
+            for block in (128, 256):
+                padded = (tunables.hopper_product_tokens(n, block) for n in (tokens, of_key))
+                assert len(set(padded)) == 1
             for sms in (78, 132):
                 planned = (plan_hopper_product(n, rows, size, split, sms) for n in (tokens, of_key))
                 assert len(set(planned)) == 1

@@ -217,13 +217,9 @@ def test_nothing_right_writes_nothing(tmp_path):
     assert result.entry is None and result.outcome.skipped.total() == 26 and not list(tmp_path.iterdir())
 
 
-MALFORMED = {
-    "empty": "", "cut off": '{"schema": 1, "gpu": "nvi', "a list": "[]", "no schema": "{}",
-    "half an entry": json.dumps({"schema": 1, "gpu": GPU, "entries": [{"tunable": "x"}]}),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("text", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize(
+    "text", ['{"schema": 1, "gpu": "nvi', "[]", json.dumps({"schema": 1, "gpu": GPU, "entries": [{"tunable": "x"}]})]
+)
 def test_a_malformed_file_is_set_aside_before_anything_is_measured(tmp_path, text, caplog):
     path, seen = tmp_path / f"{GPU}.json", []
     path.write_text(text)
