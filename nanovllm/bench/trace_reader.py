@@ -31,7 +31,6 @@ class Range:
     """Something on a host thread, from `start` for `duration` microseconds."""
 
     name: str
-    category: str
     start: float
     duration: float
     parent: Range | None = None
@@ -79,11 +78,6 @@ class Kernel:
         """Its time from its turn on: those of all kernels add up to the time in which the device works."""
         return max(0.0, self.end - max(self.turn, self.start))
 
-    @property
-    def early(self) -> float:
-        """Its time before its turn."""
-        return self.duration - self.own
-
 
 @dataclass
 class Step:
@@ -123,7 +117,7 @@ class Trace:
             if category in DEVICE:
                 device.append((Kernel(name, start, duration), correlation))
             elif category in _HOST:
-                node = Range(name, category, start, duration)
+                node = Range(name, start, duration)
                 threads[event["pid"], event["tid"]].append(node)
                 if category in _LAUNCHES and correlation is not None:
                     launches[correlation] = node

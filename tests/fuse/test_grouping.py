@@ -29,9 +29,9 @@ GROUPS = {
     "layer_norm linear": (lambda x: F.linear(F.layer_norm(x, (16,)), WEIGHT), X),
     "to mul linear": (lambda x, w: F.linear(x, w.float() * 0.1), X, WEIGHT.to(torch.bfloat16)),
     "softmax, linear": (lambda x, w: F.linear(x, torch.softmax(w, -1)), X, WEIGHT),
-    "linear relu, linear": (lambda x, w: F.linear(F.relu(F.linear(x, WEIGHT)), w), X, WEIGHT.t()),
+    "linear relu, linear": (lambda x, a, b: F.linear(F.relu(F.linear(x, a)), b), X, WEIGHT, torch.randn(16, 32)),
     # A second consumer keeps a product by itself.
-    "linear, sum, relu": (lambda x: (lambda y: (y.sum(0), torch.relu(y)))(F.linear(x, WEIGHT)), X),
+    "linear, sum relu": (lambda x: (lambda y: (y.sum(0), torch.relu(y)))(F.linear(x, WEIGHT)), X),
 }  # fmt: skip
 
 
