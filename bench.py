@@ -72,11 +72,9 @@ def _add_load(group: Any) -> None:
     group.add_argument("--top-p", type=float, default=1.0, help="top-p of every request")
     group.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed ones")
     group.add_argument(
-        "--limit",
-        type=float,
-        metavar="SECONDS",
+        "--limit", type=float, metavar="SECONDS",
         help="seconds after which a row ends, loading not counted; the repeats that are done are shown",
-    )
+    )  # fmt: skip
     group.add_argument("--seed", type=int, default=0)
 
 
@@ -89,39 +87,25 @@ def _add_engine(group: Any) -> None:
         help="packages of one peer, such as a venv's site-packages: vLLM and SGLang need different versions of some",
     )  # fmt: skip
     group.add_argument(
-        "--vllm-plugin",
-        nargs="?",
-        const="1",
-        action="append",
-        metavar="OPS",
+        "--vllm-plugin", nargs="?", const="1", action="append", metavar="OPS",
         help="measure vLLM again with nanovllm's kernels in it, or with those of these ops; may be repeated",
-    )
+    )  # fmt: skip
     group.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     group.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
     group.add_argument(
-        "--cpu-activations",
-        choices=("float32", "int8"),
+        "--cpu-activations", choices=("float32", "int8"),
         help="type of the activations that quantised weights are multiplied with, on a CPU",
-    )
+    )  # fmt: skip
     group.add_argument("--compare", action="store_true", help="measure with and without custom kernels")
     group.add_argument("--ablate", action="store_true", help="measure with each op's custom kernel off in turn")
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
-    group.add_argument(
-        "--activation-quantization",
-        action=argparse.BooleanOptionalAction,
-        help="8-bit activations for fp8 weights in steps of many tokens (the default)",
-    )
-    group.add_argument(
-        "--capture-prefill",
-        action=argparse.BooleanOptionalAction,
-        help="CUDA graphs for steps with prompts too (the default)",
-    )
-    group.add_argument(
-        "--piggyback-prefill",
-        "--ride-prompts",
-        action=argparse.BooleanOptionalAction,
-        help="compute prompts within decode steps; by default the engine decides by the model",
-    )
+    for names, said in (
+        (["--activation-quantization"], "8-bit activations for fp8 weights in steps of many tokens (the default)"),
+        (["--capture-prefill"], "CUDA graphs for steps with prompts too (the default)"),
+        (["--piggyback-prefill", "--ride-prompts"],
+         "compute prompts within decode steps; by default the engine decides by the model"),
+    ):  # fmt: skip
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=said)
     group.add_argument(
         "--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model; then no profile is made"
     )
@@ -146,12 +130,9 @@ def _add_output(group: Any) -> None:
     )
     group.add_argument("--history", action="store_true", help="only print how the kept results have changed")
     group.add_argument(
-        "--tables",
-        type=Path,
-        nargs="?",
-        const=Path("-"),
+        "--tables", type=Path, nargs="?", const=Path("-"),
         help="only write the tables of the kept results, to a file or to standard output",
-    )
+    )  # fmt: skip
     group.add_argument("--verbose", action="store_true", help="show what the engines print")
     group.add_argument("--in-process", action="store_true", help="measure in this process, for debuggers")
 
@@ -211,9 +192,9 @@ def choose_model(args: argparse.Namespace) -> None:
     from nanovllm.models.model_presets import PRESETS, preset
     from nanovllm.weights.demo_model import demo_model_path
 
-    for option, value in (("--model", args.model), ("--preset", args.preset)):
-        if value == "":
-            raise ValueError(f"{option} '': names nothing; leave it out, or name one")
+    for option in ("model", "preset"):
+        if getattr(args, option) == "":
+            raise ValueError(f"--{option} '': names nothing; leave it out, or name one")
     if args.model and args.preset:
         raise ValueError(
             f"--model {args.model} and --preset {args.preset}: one has weights of its own, the other random ones;"

@@ -102,13 +102,13 @@ def test_measured_on_a_cpu_and_kept(module, tmp_path):
 def test_an_interrupt_shows_what_is_there(module, monkeypatch):
     from nanovllm.fuse import group_timing
 
-    whole = group_timing.measured
+    whole = group_timing.measure
 
     def interrupted(*args, **options):
         yield next(whole(*args, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(group_timing, "measured", interrupted)
+    monkeypatch.setattr(group_timing, "measure", interrupted)
     done = run("--module", f"{module}:make", *ON_CPU, "--iters", "1")
     assert done.exit_code == 130 and "linear_bias_act" in done.output and "1 of 2 groups were measured" in done.output
 

@@ -234,7 +234,7 @@ class Benchmark:
     def _over_limit(self) -> list[str]:
         """A line for each row that claims more than the device was measured to give."""
         return [
-            f"{row.workload}: {f'{row.engine} {row.variant}'.strip()} is at {row.limit:.1%} of the limit,"
+            f"{row.workload}: {text.name_of(row)} is at {row.limit:.1%} of the limit,"
             " which cannot be: its work is counted wrongly (nanovllm/bench/workload_cost.py), or something slowed"
             " the device while its rates were measured"
             for row in self.record.rows

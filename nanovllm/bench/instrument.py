@@ -2,8 +2,8 @@
 
 Three kinds of names end up in a trace: ops, "rms_norm [triton]", by decorating the engine's kernels; modules, "layer
 3" and "qkv_proj", by hooks; the host's stages, "Scheduler.schedule", by wrapping the engine's methods. Recording and
-costing are
-apart: a cost may wait for the device (attention's depends on lengths that lie there), which a trace must not show.
+costing are apart: a cost may wait for the device (attention's depends on lengths that lie there), which a trace must
+not show.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,15 +71,11 @@ class Instrument:
         finally:
             self._mode, F.linear = "off", linear
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        with self._in_mode("record"):
-            yield
+    def recording(self) -> AbstractContextManager[None]:
+        return self._in_mode("record")
 
-    @contextmanager
-    def costing(self) -> Iterator[None]:
-        with self._in_mode("cost"):
-            yield
+    def costing(self) -> AbstractContextManager[None]:
+        return self._in_mode("cost")
 
     @contextmanager
     def step(self, phase: str, what: str) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.bench.job import Row
 from nanovllm.bench.profile import OpTime, Profile
+from nanovllm.bench.result_tables import name_of
 
 _WIDTH = 5.0  # inches; 390 pixels of a phone make 9 points about 10 pixels high
 _TINY_SHARE = 0.015  # of a step; below it an op goes to "the rest"
@@ -141,25 +142,14 @@ def _steps(profile: Profile, colors: _Colors) -> Any:
     for y, group in enumerate(groups.values()):
         left = 0.0
         for op, share in group:
-            ax.barh(
-                y,
-                share * 100,
-                left=left * 100,
-                color=colors[op],
-                edgecolor="white",
-                lw=0.5,
-                label=None if op in named else op,
-            )
+            label = None if op in named else op
+            ax.barh(y, share * 100, left=left * 100, color=colors[op], edgecolor="white", lw=0.5, label=label)
             if share > 0.07:
                 ax.text((left + share / 2) * 100, y, f"{share:.0%}", ha="center", va="center", fontsize=8)
             named.add(op)
             left += share
-    ax.set(
-        yticks=range(len(groups)),
-        yticklabels=list(groups),
-        xlabel="% of the step's device time",
-        title="Where a step goes",
-    )
+    ax.set(yticks=range(len(groups)), yticklabels=list(groups))
+    ax.set(xlabel="% of the step's device time", title="Where a step goes")
     ax.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
@@ -198,13 +188,10 @@ def _memory(profile: Profile) -> Any:
     if not names:
         return None
     figure, (ax,) = _figure(2.0)
+    steps = range(1, len(profile.memory) + 1)
     for name in names:
-        ax.plot(
-            range(1, len(profile.memory) + 1),
-            [m.get(name, math.nan) / 2**30 for m in profile.memory],
-            drawstyle="steps-post",
-            label=name,
-        )
+        sizes = [m.get(name, math.nan) / 2**30 for m in profile.memory]
+        ax.plot(steps, sizes, drawstyle="steps-post", label=name)
     ax.set(xlabel="recorded step", ylabel="GiB", title="Memory", ylim=(0, None))
     ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(fontsize=8)
@@ -214,7 +201,7 @@ def _memory(profile: Profile) -> Any:
 def _comparison(rows: Sequence[Row]) -> Any:
     """Output tokens a second of every configuration, by workload, if there is more than one."""
     rows = [r for r in rows if r.error is None and r.repeats]
-    configurations = list(dict.fromkeys(f"{r.engine} {r.variant}".strip() for r in rows))
+    configurations = list(dict.fromkeys(name_of(r) for r in rows))
     if len(configurations) < 2:
         return None
     workloads = list(dict.fromkeys(r.workload for r in rows))
@@ -224,11 +211,7 @@ def _comparison(rows: Sequence[Row]) -> Any:
         rates = [r.median("output_rate") or 0.0 for r in own]
         bars = ax.barh(range(len(own)), rates, color=["#1f77b4" if r.engine == "nanovllm" else "#ff7f0e" for r in own])
         ax.bar_label(bars, [f"{r:,.0f}" for r in rates], padding=2, fontsize=8)
-        ax.set(
-            yticks=range(len(own)),
-            yticklabels=[f"{r.engine} {r.variant}".strip() for r in own],
-            title=f"{workload}, output tokens/s",
-        )
+        ax.set(yticks=range(len(own)), yticklabels=[name_of(r) for r in own], title=f"{workload}, output tokens/s")
         ax.margins(x=0.15)
         ax.invert_yaxis()
     return figure

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -130,19 +132,15 @@ def _numbers(option: str, text: str) -> list[float]:
     return numbers
 
 
-def _bar(name: str, total: int, shown: bool) -> Any:
-    from contextlib import contextmanager
-
+@contextmanager
+def _bar(name: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of progress; calls take how much is done."""
     from rich.console import Console
     from rich.progress import Progress
 
-    @contextmanager
-    def bar() -> Any:
-        with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
-            task = progress.add_task(name, total=total)
-            yield lambda done: progress.update(task, completed=done)
-
-    return bar()
+    with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda done: progress.update(task, completed=done)
 
 
 def _print(found: list[Measured]) -> None:

@@ -143,7 +143,7 @@ def _measure(
 
     from nanovllm.cli import fuse_tables
     from nanovllm.fuse import kept_timings
-    from nanovllm.fuse.group_timing import WAYS, Agreement, measured
+    from nanovllm.fuse.group_timing import WAYS, Agreement, measure
     from nanovllm.hardware.gpu_name import device_name
 
     ways, status = tuple(w for w in WAYS if compile or w != "compile"), StatusLine()
@@ -152,7 +152,7 @@ def _measure(
         progress = None if json_file == STDOUT else status.show
         rows, interrupted = [], False
         try:
-            for row in measured(analyzer, target.args, target.kwargs, ways=ways, iters=iters, progress=progress):
+            for row in measure(analyzer, target.args, target.kwargs, ways=ways, iters=iters, progress=progress):
                 rows.append(row)
         except KeyboardInterrupt:
             interrupted = True

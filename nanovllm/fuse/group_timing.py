@@ -123,8 +123,8 @@ def measure(
     analyzer: FusionAnalyzer, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *,
     ways: Sequence[str] = WAYS, backend: str = "inductor", iters: int = 30,
     progress: Callable[[str], None] | None = None,
-) -> list[Comparison]:  # fmt: skip
-    """Time every group.
+) -> Iterator[Comparison]:  # fmt: skip
+    """Time one group after the other.
 
     Args:
         args, kwargs: arguments of the module with values, on the device to measure.
@@ -136,15 +136,6 @@ def measure(
     Raises:
         ValueError: a tensor is on the meta device, or an unknown way.
     """
-    return list(measured(analyzer, args, kwargs, ways=ways, backend=backend, iters=iters, progress=progress))
-
-
-def measured(
-    analyzer: FusionAnalyzer, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None, *,
-    ways: Sequence[str] = WAYS, backend: str = "inductor", iters: int = 30,
-    progress: Callable[[str], None] | None = None,
-) -> Iterator[Comparison]:  # fmt: skip
-    """`measure`, a group at a time."""
     unknown = [w for w in ways if w not in WAYS]
     if unknown:
         raise ValueError(f"ways: expected some of {', '.join(WAYS)}, not {unknown[0]!r}")

@@ -86,7 +86,7 @@ def test_an_error_of_the_users_has_its_line():
         FusionAnalyzer(Mistaken(), (torch.ones(3),))
     analyzer = FusionAnalyzer(F.embedding, (torch.tensor([99]), torch.ones(4, 4)), device=PLAIN)
     with pytest.raises(ValueError, match="the module cannot be run: IndexError: index out of range in self$"):
-        measure(analyzer, (torch.tensor([99]), torch.ones(4, 4)))
+        list(measure(analyzer, (torch.tensor([99]), torch.ones(4, 4))))
 
 
 @pytest.mark.parametrize("rows", (0, 1))
@@ -101,7 +101,7 @@ def test_no_rows_are_no_work(rows):
         report = analyzer.report()
         for r in report.rows:
             assert (r.unfused == r.fused == r.estimate.bytes == 0) == (rows == 0)
-        found = measure(analyzer, args, ways=("unfused", "ours"), iters=1)
+        found = list(measure(analyzer, args, ways=("unfused", "ours"), iters=1))
         assert all(r.unfused.seconds for r in found) and (Agreement.of(found).unfused_error is None) == (rows == 0)
     # What is left of nothing may be something: a sum of no rows is zeros, which are written.
     (zeros,) = FusionAnalyzer(lambda x: x.sum(0) * 2, (torch.randn(rows, 4),)).report().rows

@@ -23,7 +23,7 @@ ARGS = (torch.randn(8, 32), torch.randn(32), torch.randn(64, 32), torch.randn(32
 def test_measure_on_a_cpu():
     analyzer = FusionAnalyzer(mlp, ARGS, device=PLAIN)
     said = []
-    rows = measure(analyzer, ARGS, backend="aot_eager", iters=3, progress=said.append)
+    rows = list(measure(analyzer, ARGS, backend="aot_eager", iters=3, progress=said.append))
     assert [r.number for r in rows] == list(range(1, len(analyzer.groups) + 1)) and len(said) == len(rows)
     for r in rows:
         assert r.unfused.seconds > 0 and r.compile.seconds > 0 and r.compile.error < 1e-5
@@ -73,7 +73,9 @@ def test_groups_that_write_are_measured_on_copies():
         return cache.sum(-1)
 
     args = (torch.zeros(8, 4), torch.arange(3), torch.ones(3, 4))
-    rows = measure(FusionAnalyzer(fn, args, device=PLAIN), [a.clone() for a in args], ways=("unfused", "ours"), iters=1)
+    rows = list(
+        measure(FusionAnalyzer(fn, args, device=PLAIN), [a.clone() for a in args], ways=("unfused", "ours"), iters=1)
+    )
     assert all(r.unfused.seconds for r in rows) and not args[0].any()
 
 
@@ -100,15 +102,16 @@ def test_random_numbers_are_timed_and_not_compared():
         (group,) = kept_timings.document([r], "NVIDIA H200", {}, Path("."))["groups"]
         assert group["unfused"]["us"] and group["unfused"]["not_compared"] == m.reason
     inference = FusionAnalyzer(lambda x: F.dropout(x * 2, 0.5, False), (x,), device=PLAIN)
-    assert measure(inference, (x,), ways=("unfused",), iters=1)[0].unfused.error == 0
+    (row,) = measure(inference, (x,), ways=("unfused",), iters=1)
+    assert row.unfused.error == 0
 
 
 def test_meta_tensors_and_unknown_ways_are_errors():
     analyzer = FusionAnalyzer(torch.relu, (meta(4),), device=PLAIN)
     with pytest.raises(ValueError, match="is on the meta device: measuring needs real tensors"):
-        measure(analyzer, (meta(4),))
+        list(measure(analyzer, (meta(4),)))
     with pytest.raises(ValueError, match="ways: expected some of unfused, compile, ours, not 'jax'"):
-        measure(analyzer, (torch.ones(4),), ways=("jax",))
+        list(measure(analyzer, (torch.ones(4),), ways=("jax",)))
 
 
 def test_inputs_are_rotated_clearly_within_or_beyond_the_cache():
@@ -144,7 +147,7 @@ def test_what_goes_through_the_host_is_not_fused_across():
         (source,) = [i for i, g in enumerate(groups) if {"max", "sum"} & set(g)]
         (scaled,) = [i for i, g in enumerate(groups) if g[-1] in ("mul", "add") and "mul" in g]
         assert source < at < scaled
-        rows = measure(analyzer, args, ways=("unfused",), iters=1)
+        rows = list(measure(analyzer, args, ways=("unfused",), iters=1))
         assert [r.unfused.seconds is None for r in rows] == [i == at for i in range(len(groups))]
         assert rows[at].unfused.reason == "it takes a value to the host"
 
@@ -167,7 +170,7 @@ def test_agreement():
 
 def test_kept_results(tmp_path):
     analyzer = FusionAnalyzer(norm, ARGS[:2], device=PLAIN)
-    rows = measure(analyzer, ARGS[:2], ways=("unfused", "ours"), iters=1)
+    rows = list(measure(analyzer, ARGS[:2], ways=("unfused", "ours"), iters=1))
     for tokens in (1, 2, 1):
         run = kept_timings.document(rows, "NVIDIA H200", {"module": "norm", "tokens": tokens}, tmp_path)
         path = kept_timings.keep(run, tmp_path)
@@ -203,7 +206,7 @@ def test_measure_on_a_gpu(tmp_path, monkeypatch):
     layer, kwargs, known = decoder_layer("qwen3-0.6b", 64, 1024, device=where)
     device = this_device(where)
     shared |= gpu_is_shared()
-    rows = measure(FusionAnalyzer(layer, (), kwargs, known=known, device=device), (), kwargs)
+    rows = list(measure(FusionAnalyzer(layer, (), kwargs, known=known, device=device), (), kwargs))
     assert all(r.unfused.seconds and r.compile.seconds and r.ours.seconds for r in rows)
     if shared or gpu_is_shared():
         pytest.skip("another program uses the GPU, so its times are not compared with predictions")

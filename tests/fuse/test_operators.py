@@ -29,7 +29,7 @@ def check_groups(fn, args):
         part = extract(group)
         for k, got in zip(group.outputs, part.module(*(found[n] for n in part.inputs))):
             torch.testing.assert_close(got, found[k.fx])
-    rows = measure(analyzer, args, ways=("unfused", "compile"), backend="aot_eager", iters=2)
+    rows = list(measure(analyzer, args, ways=("unfused", "compile"), backend="aot_eager", iters=2))
     assert all(r.unfused.seconds and r.compile.seconds for r in rows), rows
     wanted = fn(*args)
     (output,) = (n for n in analyzer.graph.program.graph.nodes if n.op == "output")
