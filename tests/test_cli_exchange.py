@@ -13,9 +13,8 @@ from tests.adapters.flashinfer_bench.test_importing import write
 
 
 def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "nanovllm", "kernels", *map(str, arguments)], capture_output=True, text=True
-    )
+    program = [sys.executable, "-m", "nanovllm", "kernels", *map(str, arguments)]
+    return subprocess.run(program, capture_output=True, text=True)
 
 
 def test_export_prints_the_files(tmp_path):

@@ -23,7 +23,7 @@ from nanovllm.cli.serve_options import (
     ModelOptions,
     RayOptions,
     ReportOptions,
-)
+)  # fmt: skip
 from nanovllm.config import EngineConfig
 from nanovllm.serve.options import ServeOptions
 from tests import tiny
@@ -33,21 +33,20 @@ from tests.serve.running import wait_until
 @pytest.mark.parametrize(
     "args, said",
     [
-        (["serve", "--model", "m", "--log-level", "loud"], "--log-level loud"),
-        (["serve", "--model", "m", "--restart", "maybe"], "--restart maybe"),
-        (["serve", "--model", "m", "--api-key", "short"], "at least 8"),
-        (["serve", "--model", "m", "--max-waiting", "0"], "max_waiting=0"),
-        (["serve", "--model", "m", "--drain", "-1"], "drain=-1"),
-        (["serve", "--model", "m", "--kvcache-block-size", "7"], "kvcache_block_size=7"),
-        (["serve", "--model", "m", "--host", "no.such.host.invalid"], "cannot listen at no.such.host.invalid"),
-        (["serve", "--model", "m", "--port", "99999999"], "cannot listen at 127.0.0.1:99999999"),
-        (["bench", "serve", "localhost"], "url='localhost'"),
-        (["bench", "serve", "http://127.0.0.1:1", "--model", "m", "--concurrency", "no"], "--concurrency no"),
-        (["bench", "serve", "http://127.0.0.1:1"], "is a server there?"),
+        ("serve --model m --log-level loud", "--log-level loud"),
+        ("serve --model m --restart maybe", "--restart maybe"),
+        ("serve --model m --api-key short", "at least 8"),
+        ("serve --model m --max-waiting 0", "max_waiting=0"),
+        ("serve --model m --kvcache-block-size 7", "kvcache_block_size=7"),
+        ("serve --model m --host no.such.host.invalid", "cannot listen at no.such.host.invalid"),
+        ("serve --model m --port 99999999", "cannot listen at 127.0.0.1:99999999"),
+        ("bench serve localhost", "url='localhost'"),
+        ("bench serve http://127.0.0.1:1 --model m --concurrency no", "--concurrency no"),
+        ("bench serve http://127.0.0.1:1", "is a server there?"),
     ],
 )
 def test_bad_input_is_named(args, said):
-    done = CliRunner().invoke(app, args)
+    done = CliRunner().invoke(app, args.split())
     assert isinstance(done.exception, ValueError) and said in str(done.exception)
 
 
@@ -87,23 +86,10 @@ def process(tmp_path):
     """(server's process, its address)"""
     tiny.save_with_tokenizer(tmp_path)
     command = [sys.executable, "-m", "nanovllm", "serve", "--model", str(tmp_path), "--served-model-name", "tiny"]
-    command += [
-        "--port",
-        "0",
-        "--num-kvcache-blocks",
-        "64",
-        "--kvcache-block-size",
-        "16",
-        "--drain",
-        "60",
-        "--log-json",
-    ]
+    command += "--port 0 --num-kvcache-blocks 64 --kvcache-block-size 16 --drain 60 --log-json --access-log".split()
     env = os.environ | {"NANOVLLM_API_KEY": "some-secret-key"}
-    with subprocess.Popen(
-        [*command, "--access-log", "--log-json"], stderr=subprocess.PIPE, text=True, env=env
-    ) as server:
-        lines = []
-        found = None
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:
+        lines, found = [], None
         while not found and (line := server.stderr.readline()):
             lines.append(line)
             found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from nanovllm.cli.command_group import CommandGroup
-from nanovllm.cli.kernels_common import GPUS, Json, dtype_of
+from nanovllm.cli.kernels_common import GPUS, Device, Json, dtype_of
 from nanovllm.console import StatusLine
 from nanovllm.json_output import write_json
 
@@ -32,7 +32,6 @@ _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; 
 _Ways = Annotated[
     list[str] | None, typer.Option("--way", help="plain, torch, compile, cuda or triton; repeatable, all by default.")
 ]
-_Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 _Gpu = Annotated[str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")]
 _Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
 _Ptx = Annotated[Path | None, typer.Option("--ptx", help="Write the PTX of both kernels into this folder.")]
@@ -45,7 +44,7 @@ def _command(name: str) -> Callable[..., None]:
         sizes: _Sizes = None,
         dtype: _Dtype = None,
         way: _Ways = None,
-        device: _Device = "auto",
+        device: Device = "auto",
         gpu: _Gpu = None,
         plot: _Plot = None,
         json_file: Json = None,
@@ -100,7 +99,7 @@ def mlp(
     steps: Annotated[int, typer.Option(help="Forward and backward passes, if not swept.")] = 2,
     factors: Annotated[str, typer.Option(help="Factors of the swept number.")] = "1,2,4,8",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
-    device: _Device = "auto",
+    device: Device = "auto",
     profile: Annotated[
         bool, typer.Option("--profile", help="Also show which kernels take the time, at both ends of each sweep.")
     ] = False,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import Json, Wide, dtype_of, shape_of
+from nanovllm.cli.kernels_common import Dtype, Json, Wide, dtype_of, shape_of
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def tune(
     shape: Annotated[
         list[str] | None, typer.Option(help="A shape such as 64x1024, as for `nanovllm kernels bench`; repeatable.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    dtype: Dtype = "bfloat16",
     preset: Annotated[str | None, typer.Option(help="The shapes of a model, such as qwen3-0.6b.")] = None,
     limit: Annotated[
         float | None, typer.Option(help="Seconds for all searches together; a trial that has begun is finished.")

@@ -108,9 +108,8 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(
-        inputs, "prepare", lambda *_: inputs.Inputs([(right,)] * 4, run, lambda arguments: arguments[0], library)
-    )
+    made = inputs.Inputs([(right,)] * 4, run, lambda arguments: arguments[0], library)
+    monkeypatch.setattr(inputs, "prepare", lambda *_: made)
     bench = Called()
     bench.stream = None
     timer = timing.GpuTimer(H200, lambda p, i: "CompilationError: no" if p is problem and i == 3 else None, bench)
@@ -204,14 +203,12 @@ def test_timing_on_a_gpu(tmp_path, monkeypatch):
     model = this_device(torch.device("cuda", torch.cuda.current_device()))
     problems = {
         "gemm": [GemmProblem(256, 4096, 1024), GemmProblem(300, 1000, 2000)],
-        "streaming": [ALL["streaming"][0], ALL["streaming"][7]],
-    }
-    problems["attention"] = [ALL["attention"][5]]
+        "streaming": [ALL["streaming"][0], ALL["streaming"][7]], "attention": [ALL["attention"][5]],
+    }  # fmt: skip
     missed = []
+    listener = lambda *, src, cache_hit, **rest: cache_hit or missed.append(src.name)  # noqa: E731
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(
-        triton.knobs.compilation, "listener", lambda *, src, cache_hit, **rest: cache_hit or missed.append(src.name)
-    )
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
     queue = CompileQueue(4)
     try:
         with torch.inference_mode():
