@@ -10,6 +10,11 @@ shapes are compared after constants within them have been unwrapped, where there
 function of the kernel's own combines one element after another, each a tensor. `quicken` keeps the table, compares at
 once, and has neighbours combined in pairs, all pairs in one call, until one is left: as many combinations, in another
 order, as on a GPU.
+
+Most of the time of integer arithmetic goes into looking for overflows: triton 3.9 computes each sum and product again
+in 64 bits, compares it with both limits, and asserts that nothing overflowed, which does nothing unless
+`options.debug` is set. Operands of the same shape are broadcast to it, and the type of every result is found anew.
+`quicken` leaves the first two out, and keeps the types.
 """
 
 import inspect
@@ -37,6 +42,9 @@ def quicken() -> None:
 
         patch, no_change = interpreter._patch_lang, interpreter._LangPatchScope
         np_dtype, generic_reduce = interpreter._get_np_dtype, interpreter.ReduceOps.generic_reduce
+        semantic = interpreter.TritonSemantic
+        check_overflow, broadcast = semantic.binary_op_sanitize_overflow_impl, semantic.broadcast_impl_value
+        computation_type = semantic.computation_type_impl
     except (ImportError, AttributeError):
         return
     tl = interpreter.tl
@@ -122,6 +130,27 @@ def quicken() -> None:
             return tl.constexpr(self.values == other.values)
         return equal_tuples(self, other)
 
+    def check_overflow_if_seen(self: object, lhs: object, rhs: object, binary_op: object) -> None:
+        if self.builder.options.debug:
+            check_overflow(self, lhs, rhs, binary_op)
+
+    def broadcast_if_needed(self: object, lhs: object, rhs: object) -> tuple:
+        a, b = lhs.type, rhs.type
+        if type(a) is block_type and type(b) is block_type and a.shape.values == b.shape.values:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    computation_types: dict[tuple, object] = {}
+
+    def computation_type_once(self: object, a: object, a_scalar: bool, b: object, b_scalar: bool, div: bool) -> object:
+        key = a.name, a_scalar, b.name, b_scalar, div
+        if key not in computation_types:
+            computation_types[key] = computation_type(self, a, a_scalar, b, b_scalar, div)
+        return computation_types[key]
+
+    semantic.binary_op_sanitize_overflow_impl = check_overflow_if_seen
+    semantic.broadcast_impl_value = broadcast_if_needed
+    semantic.computation_type_impl = computation_type_once
     tl.dtype.__eq__, tl.tuple.__eq__ = same_type, same_tuple
     block_type.__init__, tensor.__init__ = init_block_once, init_tensor_once
     interpreter._patch_lang = patch_once

@@ -1,6 +1,7 @@
 """Who may import whom, as docs and design have it; read from the source, so that imports inside functions count too."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,7 @@ def is_type_checking(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
+@functools.cache
 def imports(name):
     """(imported module, whether it is at the top level) for every import of a module; those of TYPE_CHECKING do not
     count.

@@ -16,10 +16,9 @@ from tests import tiny
 from tests.models.variants import VARIANTS
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
-GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-MODELS = {"qwen3": ("qwen3", {}), "llama": ("llama", {})} | {
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+# Norms of heads; biases and windows; layers without rotation; part of a head rotated; soft caps; norms after; experts.
+MODELS = {"qwen3": ("qwen3", {})} | {
     name: VARIANTS[name] for name in ("qwen2-windows", "smollm3-windows", "phi3-partial", "gemma2", "gemma3", "experts")
 }
 
@@ -29,8 +28,8 @@ def test_greedy_tokens(name, tmp_path):
     architecture, entries = MODELS[name]
     tiny.save(tmp_path, architecture, **entries)
     generator = torch.Generator().manual_seed(3)
-    prompts = [torch.randint(0, 199, (n,), generator=generator).tolist() for n in (1, 14, 30)]
-    prompts[1][:] = prompts[2][:14]  # of the same block, until the answers part them
+    prompts = [torch.randint(0, 199, (n,), generator=generator).tolist() for n in (1, 10, 22)]
+    prompts[1][:] = prompts[2][:10]  # of the same block, until the answers part them
 
     def tokens(**kernels):
         llm = LLM(
@@ -44,4 +43,4 @@ def test_greedy_tokens(name, tmp_path):
     on, custom = tokens(kernel_priority={"*": ["triton"]})
     without_triton = {name for name, declared in all_ops().items() if "triton" not in declared.providers}
     assert set(off.values()) == {"native"} and {name for name, by in on.items() if by != "triton"} == without_triton
-    assert custom == without and len({t for answer in without for t in answer}) > 6
+    assert custom == without and len({t for answer in without for t in answer}) > 4
