@@ -25,47 +25,48 @@ struct alignas(64) Integers {
     float step, sum;     // sum: of the activations
 };
 
-// What AMX reads starts with a cache line: loads across two take twice as long.
-struct alignas(64) Line {
-    uint16_t values[GROUP];
+// Activations as AMX reads them. A float is the sum of three bfloat16, with 8 bits each.
+struct alignas(64) Split {
+    static constexpr int TOKENS = 16;                  // rows of a register
+    uint16_t parts[EXACT_PARTS][TOKENS][GROUP];        // a register's load is 1 KiB in a row
+    float sums[TOKENS];                                // of each token's 32 activations
 };
 
 // Activations of `count` tokens, padded with zeros to whole super-blocks of 256 columns.
 struct Tokens {
     int64_t count, stride;  // elements of a row
     const float* values;    // [count][stride]
-    const void* integers;   // Integers<P> [count][groups], if the weights are quantised
-    const uint16_t* splits;  // [count][EXACT_PARTS][split_stride()], bfloat16 that add up to the floats; null: not by AMX
+    const void* integers;   // Integers<P> [count][groups], if quantised weights are multiplied without AMX
+    const Split* splits;    // [ceil(count / 16)][groups], the missing tokens are zero; null: not by AMX
 
     int64_t groups() const { return stride / GROUP; }
     template <int P>
     const Integers<P>* group(int64_t token, int64_t g) const {
         return (const Integers<P>*)integers + token * groups() + g;
     }
-    // Rows that are a power of two apart would share a few sets of a cache.
-    int64_t split_stride() const { return stride + GROUP; }
 };
 
 // Rows of activations. Fill a row, then `finish` it.
 class Activations {
    public:
-    // parts: of the integers that quantised weights are multiplied with, or 0. has_floats: other weights are floats.
-    Activations(int64_t count, int64_t width, int parts, bool has_floats)
+    // parts: of the integers that quantised weights are multiplied with; 0: there are none.
+    Activations(int64_t count, int64_t width, int parts)
         : stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
-        const size_t groups = (size_t)count * stride_ / GROUP;
-        const bool by_amx = count >= AMX_TOKENS && has_amx();
-        if (by_amx && (parts == 1 || has_floats)) splits_.resize((groups + count) * EXACT_PARTS);
-        if (parts == 1 && !by_amx) one_.resize(groups);
-        if (parts == EXACT_PARTS) exact_.resize(groups);
+        const size_t groups = stride_ / GROUP;
+        if (count >= AMX_TOKENS && has_amx()) splits_.resize((count + Split::TOKENS - 1) / Split::TOKENS * groups);
+        else if (parts == 1) one_.resize(count * groups);
+        else if (parts == EXACT_PARTS) exact_.resize(count * groups);
     }
 
     float* row(int64_t i) { return values_.data() + i * stride_; }
     int64_t stride() const { return stride_; }
 
     void finish(int64_t i) {
-        if (!splits_.empty()) split(row(i), &splits_[i * EXACT_PARTS * (stride_ / GROUP + 1)]);
-        for (int64_t g = 0; g < stride_ / GROUP; g++) {
-            const int64_t at = i * (stride_ / GROUP) + g;
+        const int64_t groups = stride_ / GROUP;
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t at = i * groups + g;
+            if (!splits_.empty())
+                split(row(i) + g * GROUP, splits_[i / Split::TOKENS * groups + g], (int)(i % Split::TOKENS));
             if (!one_.empty()) to_integers(row(i) + g * GROUP, one_[at]);
             if (!exact_.empty()) to_integers(row(i) + g * GROUP, exact_[at]);
         }
@@ -73,7 +74,7 @@ class Activations {
 
     Tokens tokens(int64_t count) const {
         return {count, stride_, values_.data(), parts_ == 1 ? (const void*)one_.data() : exact_.data(),
-                splits_.empty() ? nullptr : splits_[0].values};
+                splits_.empty() ? nullptr : splits_.data()};
     }
 
    private:
@@ -99,17 +100,19 @@ class Activations {
         to.sum = to.step * (float)total;
     }
 
-    // Three bfloat16 that add up to each float: they have 8 bits each, and a sign.
-    void split(const float* from, Line* to) const {
+    static void split(const float* from, Split& to, int token) {
 #if defined(NANOVLLM_AMX)
-        for (int64_t i = 0; i < stride_; i += LANES) {
+        Floats total{};
+        for (int i = 0; i < GROUP; i += LANES) {
             __m512 rest = _mm512_loadu_ps(from + i);
-            for (int p = 0; p < EXACT_PARTS; p++) {
-                const __m256i part = (__m256i)_mm512_cvtneps_pbh(rest);
-                _mm256_storeu_si256((__m256i*)(to->values + p * (stride_ + GROUP) + i), part);
-                rest = _mm512_sub_ps(rest, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
+            total += (Floats)rest;
+            for (auto& part : to.parts) {
+                const __m256i upper = (__m256i)_mm512_cvtneps_pbh(rest);
+                store(part[token] + i, upper);
+                rest = _mm512_sub_ps(rest, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16));
             }
         }
+        to.sums[token] = sum(total);
 #endif
     }
 
@@ -118,7 +121,7 @@ class Activations {
     std::vector<float> values_;
     std::vector<Integers<1>> one_;
     std::vector<Integers<EXACT_PARTS>> exact_;
-    std::vector<Line> splits_;
+    std::vector<Split> splits_;
 };
 
 }  // namespace nanovllm

@@ -20,10 +20,10 @@ inline bool has_amx() {
     return granted;
 }
 
-// The shapes of the registers while this lives: rows of 64 bytes, so many in the first six, and in the other two.
+// While this lives, registers are whole: 16 rows of 64 bytes.
 class MatrixShapes {
    public:
-    MatrixShapes(int rows, int rows_of_last_two) {
+    MatrixShapes() {
         struct {
             uint8_t palette, start, reserved[14];
             uint16_t bytes[16];
@@ -31,7 +31,7 @@ class MatrixShapes {
         } config{.palette = 1};
         for (int i = 0; i < 8; i++) {
             config.bytes[i] = 64;
-            config.rows[i] = (uint8_t)(i < 6 ? rows : rows_of_last_two);
+            config.rows[i] = 16;
         }
         asm volatile("ldtilecfg %0" ::"m"(config));
     }

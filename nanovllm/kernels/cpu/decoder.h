@@ -88,8 +88,6 @@ class Step {
         : threads_(threads), model_(model), batch_(batch), runs_(runs_of(batch)), x_(x) {
         q_size_ = model.heads * model.head_dim;
         kv_size_ = model.kv_heads * model.head_dim;
-        for (int64_t l = 0; l < model.num_layers; l++)
-            for (const Weight* w = &model.layers[l].q; w <= &model.layers[l].down; w++) has_floats_ |= w->parts == 0;
         q_.resize((size_t)batch.tokens * q_size_);
         k_.resize((size_t)batch.tokens * kv_size_);
         v_.resize((size_t)batch.tokens * kv_size_);
@@ -127,7 +125,7 @@ class Step {
     void set_count(int64_t count) {
         count_ = count;
         for (auto [to, width] : {std::pair{&normed_, model_.hidden}, {&attended_, q_size_}, {&inner_, model_.intermediate}})
-            *to = std::make_unique<Activations>(count, width, model_.parts, has_floats_);
+            *to = std::make_unique<Activations>(count, width, model_.parts);
         up_.resize((size_t)count * model_.intermediate);
     }
 
@@ -188,7 +186,6 @@ class Step {
     const std::vector<Run> runs_;
     float* x_;
     int64_t q_size_, kv_size_, count_;
-    bool has_floats_ = false;
     std::vector<float> q_, k_, v_, up_, chosen_;
     std::unique_ptr<Activations> normed_, attended_, inner_;
 };

@@ -10,10 +10,12 @@ template <int PART>
 void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens& x);  // in products.cpp
 
 void products(Threads& threads, std::initializer_list<Product> all, const Tokens& x) {
-    // A few times as many tasks as threads, so that a thread that is slow takes fewer; of four tiles at least.
+    // A few times as many tasks as threads, so that a thread that is slow takes fewer; of four tiles at least. By AMX each
+    // task reads all tokens, more than a cache holds, so tasks are larger.
     int64_t tiles = 0, tasks = 0;
     for (const Product& one : all) tiles += tiles_of(one.weight.rows);
-    const int64_t chunk = std::max<int64_t>(1, (tiles / (8 * threads.count()) + 3) / 4) * 4;
+    int64_t chunk = std::max<int64_t>(1, (tiles / (8 * threads.count()) + 3) / 4) * 4;
+    if (x.splits) chunk = std::clamp<int64_t>(tiles / (2 * threads.count()) / 4 * 4, 4, 16);
     for (const Product& one : all) tasks += (tiles_of(one.weight.rows) + chunk - 1) / chunk;
     threads.run(tasks, [&](int64_t task) {
         const Product* one = all.begin();
@@ -114,7 +116,7 @@ void nanovllm_rows(Threads* threads, const Weight* w, const int64_t* ids, int64_
 
 // out [count][rows] = x [count][columns] times the weight's transpose.
 void nanovllm_product(Threads* threads, const Weight* w, const float* x, int64_t count, float* out) {
-    Activations activations(count, w->columns, w->parts, w->parts == 0);
+    Activations activations(count, w->columns, w->parts);
     each_token(*threads, count, [&](int64_t t) {
         std::memcpy(activations.row(t), x + t * w->columns, w->columns * sizeof(float));
         activations.finish(t);

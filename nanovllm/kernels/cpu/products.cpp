@@ -197,7 +197,11 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
     with_tile<NANOVLLM_PARTS, PART>(w.format, [&](auto format) {
         using T = decltype(format);
 #if defined(NANOVLLM_AMX)
-        if (x.splits && w.parts < EXACT_PARTS) return amx_tiles<T>(w, begin, end, x, out);
+        if (x.splits) {
+            if constexpr (!T::IS_FLOATS)
+                if (w.parts == 1) return amx_tiles<T, 1>(w, begin, end, x, out);
+            return amx_tiles<T, EXACT_PARTS>(w, begin, end, x, out);
+        }
 #endif
         if constexpr (!T::IS_FLOATS) {
             if (w.parts == 1) quantised_tiles<T, 1>(w, begin, end, x, out);
