@@ -3,7 +3,7 @@
 // Quantised weights are integers, and so are their products with activations that are integers, too. Each 32
 // activations become integers of 24 bits with a step of their own: as exact as float32, whose sums are rounded at
 // every addition. An integer is three parts of 8 bits, since processors multiply bytes fastest. With one part the step
-// is 2^16 times as large: that is "int8 activations".
+// is 2^16 times as large: that is "int8 activations". AMX takes bfloat16 instead (amx_products.h).
 #pragma once
 
 #include <vector>
@@ -25,11 +25,10 @@ struct alignas(64) Integers {
     float step, sum;     // sum: of the activations
 };
 
-// Activations as AMX reads them. A float is the sum of three bfloat16, with 8 bits each.
+// What a register of AMX loads: 32 activations of 16 tokens as bfloat16, one after the other.
 struct alignas(64) Split {
-    static constexpr int TOKENS = 16;                  // rows of a register
-    uint16_t parts[EXACT_PARTS][TOKENS][GROUP];        // a register's load is 1 KiB in a row
-    float sums[TOKENS];                                // of each token's 32 activations
+    static constexpr int TOKENS = 16;
+    uint16_t values[TOKENS][GROUP];
 };
 
 // Activations of `count` tokens, padded with zeros to whole super-blocks of 256 columns.
@@ -37,7 +36,8 @@ struct Tokens {
     int64_t count, stride;  // elements of a row
     const float* values;    // [count][stride]
     const void* integers;   // Integers<P> [count][groups], if quantised weights are multiplied without AMX
-    const Split* splits;    // [ceil(count / 16)][groups], the missing tokens are zero; null: not by AMX
+    const Split* splits;    // [ceil(count / 16)][EXACT_PARTS][groups], parts add up to the floats; null: not by AMX
+    const Floats* sums;     // [ceil(count / 16)][groups] of 16 tokens, of each one's 32 activations; if by AMX
 
     int64_t groups() const { return stride / GROUP; }
     template <int P>
@@ -53,9 +53,14 @@ class Activations {
     Activations(int64_t count, int64_t width, int parts)
         : stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
         const size_t groups = stride_ / GROUP;
-        if (count >= AMX_TOKENS && has_amx()) splits_.resize((count + Split::TOKENS - 1) / Split::TOKENS * groups);
-        else if (parts == 1) one_.resize(count * groups);
-        else if (parts == EXACT_PARTS) exact_.resize(count * groups);
+        if (count >= AMX_TOKENS && has_amx()) {  // missing tokens are zeros
+            sums_.resize((count + Split::TOKENS - 1) / Split::TOKENS * groups);
+            splits_.resize(EXACT_PARTS * sums_.size());
+        } else if (parts == 1) {
+            one_.resize(count * groups);
+        } else if (parts == EXACT_PARTS) {
+            exact_.resize(count * groups);
+        }
     }
 
     float* row(int64_t i) { return values_.data() + i * stride_; }
@@ -65,8 +70,7 @@ class Activations {
         const int64_t groups = stride_ / GROUP;
         for (int64_t g = 0; g < groups; g++) {
             const int64_t at = i * groups + g;
-            if (!splits_.empty())
-                split(row(i) + g * GROUP, splits_[i / Split::TOKENS * groups + g], (int)(i % Split::TOKENS));
+            if (!splits_.empty()) split(i, g);
             if (!one_.empty()) to_integers(row(i) + g * GROUP, one_[at]);
             if (!exact_.empty()) to_integers(row(i) + g * GROUP, exact_[at]);
         }
@@ -74,7 +78,7 @@ class Activations {
 
     Tokens tokens(int64_t count) const {
         return {count, stride_, values_.data(), parts_ == 1 ? (const void*)one_.data() : exact_.data(),
-                splits_.empty() ? nullptr : splits_.data()};
+                splits_.empty() ? nullptr : splits_.data(), sums_.data()};
     }
 
    private:
@@ -100,19 +104,21 @@ class Activations {
         to.sum = to.step * (float)total;
     }
 
-    static void split(const float* from, Split& to, int token) {
+    // Group g of a token as three bfloat16, of 8 bits each.
+    void split(int64_t token, int64_t g) {
 #if defined(NANOVLLM_AMX)
+        const int64_t groups = stride_ / GROUP, block = token / Split::TOKENS, lane = token % Split::TOKENS;
         Floats total{};
         for (int i = 0; i < GROUP; i += LANES) {
-            __m512 rest = _mm512_loadu_ps(from + i);
+            __m512 rest = _mm512_loadu_ps(row(token) + g * GROUP + i);
             total += (Floats)rest;
-            for (auto& part : to.parts) {
-                const __m256i upper = (__m256i)_mm512_cvtneps_pbh(rest);
-                store(part[token] + i, upper);
-                rest = _mm512_sub_ps(rest, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16));
+            for (int p = 0; p < EXACT_PARTS; p++) {
+                const __m256i part = (__m256i)_mm512_cvtneps_pbh(rest);
+                store(splits_[(block * EXACT_PARTS + p) * groups + g].values[lane] + i, part);
+                rest = _mm512_sub_ps(rest, (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(part), 16));
             }
         }
-        to.sums[token] = sum(total);
+        ((float*)&sums_[block * groups + g])[lane] = sum(total);
 #endif
     }
 
@@ -122,6 +128,7 @@ class Activations {
     std::vector<Integers<1>> one_;
     std::vector<Integers<EXACT_PARTS>> exact_;
     std::vector<Split> splits_;
+    std::vector<Floats> sums_;
 };
 
 }  // namespace nanovllm

@@ -99,7 +99,7 @@ def test_hidden_states_and_caches_are_those_of_the_reference(batch, norms, biase
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize("window", [1, 7, 16, 70, 300])
+@pytest.mark.parametrize("window", [1, 16, 70])
 def test_windows_and_layers_without_rotation(batch, window):
     changes = [dict(window=window), dict(rotated=False), dict(window=3, rotated=False)]
     weights = tuple(

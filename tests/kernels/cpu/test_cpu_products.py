@@ -60,13 +60,19 @@ def relative_error(got, want):
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    "rows, columns, count", [(16, 256, 1), (37, 512, 2), (70, 256, 7), (100, 768, 17), (33, 1024, 65)]
+    "rows, columns, count", [(16, 256, 1), (37, 512, 2), (70, 256, 7), (100, 768, 17), (100, 1280, 47)]
 )
 def test_products_are_those_of_the_dequantised_weights(format, rows, columns, count):
     packed, weight = random_matrix(format, rows, columns, seed=rows)
     x = torch.randn(count, columns)
     assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
     x = torch.randn(count, 2 * columns)[:, ::2]  # not contiguous
+    assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
+
+
+def test_matrices_of_which_a_cache_holds_some_rows():
+    packed, weight = random_matrix("F32", 600, 3072)
+    x = torch.randn(47, 3072)
     assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
 
 
@@ -84,8 +90,8 @@ def test_int8_activations_round_to_a_127th_of_their_group(format):
 @pytest.mark.parametrize("format", [*sorted(HALVES), "INT4_32", "INT4_128"])
 def test_many_tokens_are_as_exact_as_few_with_int8_activations(format):
     """With AMX they are multiplied in another way."""
-    packed, weight = random_matrix(format, 37, 512, activations="int8")
-    x = torch.randn(77, 512)
+    packed, weight = random_matrix(format, 37, 768, activations="int8")
+    x = torch.randn(77, 768)
     want = x.double() @ weight.double().T
     few = torch.cat([packed.product(part) for part in x.split(8)])
     assert 1e-4 < relative_error(packed.product(x), want) < 1.05 * relative_error(few, want)
@@ -113,11 +119,15 @@ def test_plain_matrices_have_any_size(format, rows, columns, count):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_token_has_the_same_result_in_every_batch_of_few(format):
+def test_a_token_has_the_same_result_in_every_batch_of_few_and_of_many(format):
     packed, _ = random_matrix(format, 53, 512)
     x = torch.randn(16, 512)
     every = packed.product(x)
     for count in range(1, 16):
+        assert torch.equal(packed.product(x[:count]), every[:count]), count
+    x = torch.randn(64, 512)  # with AMX these are multiplied in another way
+    every = packed.product(x)
+    for count in (32, 37, 63):
         assert torch.equal(packed.product(x[:count]), every[:count]), count
 
 
