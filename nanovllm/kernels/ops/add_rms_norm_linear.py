@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from nanovllm.kernels.op.declaration import Inputs, at_least_one, product_cost
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
-from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs, rms_norm
 
 # The reference itself rounds four to six times on the way, and the products of the norm's roundings add up.
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
@@ -19,9 +19,7 @@ _SMALL = [(1, 2, 1), (1, 37, 1000), (2, 9, 33), (5, 24, 2100), (0, 8, 16), (9, 1
 def _inputs(t, tokens, outputs, size):
     return {
         "x": t.normal(tokens, size),
-        "residual": t.normal(tokens, size),
-        "norm_weight": t.parameter(size, scale=1),
-        "eps": 1e-6,
+        **norm_inputs(t, tokens, size),
         # Weights that keep the variance of what they are applied to, as trained ones about do.
         "weight": t.parameter(outputs, size, scale=size**-0.5),
     }

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes, product_cost
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
-from nanovllm.kernels.ops.norm import add_rms_norm
+from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs
 
 # The references round gate, up, SiLU and the product, or product, sum and norm, each in its turn, and what they round
 # adds up.
-_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
+ROUNDED_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 
 def _inputs(t, tokens, outputs, size):
@@ -21,7 +21,7 @@ def _inputs(t, tokens, outputs, size):
 
 
 def _normed_inputs(t, tokens, outputs, size):
-    norm = {"residual": t.normal(tokens, outputs), "norm_weight": t.parameter(outputs, scale=1), "eps": 1e-6}
+    norm = norm_inputs(t, tokens, outputs)
     return {**_inputs(t, tokens, outputs, size), **norm}
 
 
@@ -70,7 +70,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     ),
     cost=lambda x, weight: product_cost(x, weight.shape[0], weight, written=weight.shape[0] // 2),
     cancels=True,
-    tolerance=_TOLERANCE,
+    tolerance=ROUNDED_TOLERANCE,
     fuses=("linear", "silu_and_mul"),
 )
 def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def linear_silu_and_mul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         scales=(1.0, 50.0),
     ),
     cost=lambda x, weight, residual, norm_weight, eps, bias=None: normed_cost(x, residual, norm_weight, weight, bias),
-    tolerance=_TOLERANCE,
+    tolerance=ROUNDED_TOLERANCE,
     fuses=("add_rms_norm", "linear"),
 )  # fmt: skip
 def linear_add_rms_norm(

@@ -105,6 +105,6 @@ def linear_fp8(
     Raises:
         ValueError: the shape of scale fits no such blocks.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(x.dtype, torch.float32)
     # oneDNN's AMX products read beyond a row of a strided x, up to a multiple of 32 columns: a NaN there would spread.
     return F.linear(x.contiguous(), dequantise_fp8(weight, scale, wide).to(x.dtype), bias)

@@ -8,7 +8,7 @@ from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import after_norm_cost
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8, make_inputs, needs
-from nanovllm.kernels.ops.norm import add_rms_norm
+from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs
 
 LARGEST = 448.0
 """Of float8_e4m3fn."""
@@ -90,7 +90,7 @@ def linear_fp8_dynamic(
     """
     block_shape(weight, scale)
     columns = columns_of_a_scale(x.shape[-1], scale)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(x.dtype, torch.float32)
     codes, scales = quantise_fp8(x, columns)
     rounded = (codes.to(wide).unflatten(-1, (-1, columns)) * scales.to(wide)[..., None]).flatten(-2)
     y = F.linear(rounded, dequantise_fp8(weight, scale, wide))
@@ -149,7 +149,7 @@ def silu_and_mul_linear_fp8_dynamic(
 
 def _normed_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
     made = make_inputs(t, tokens, outputs, size, scale_rows, scale_columns)
-    return {**made, "residual": t.normal(tokens, size), "norm_weight": t.parameter(size, scale=1), "eps": 1e-6}
+    return {**made, **norm_inputs(t, tokens, size)}
 
 
 @op(

@@ -79,5 +79,5 @@ def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Te
     Raises:
         ValueError: an unknown kind, a size that is no multiple of the block, or rows of other lengths.
     """
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(x.dtype, torch.float32)
     return F.linear(x, dequantise_gguf(weight, kind, x.shape[-1], wide).to(x.dtype), bias)

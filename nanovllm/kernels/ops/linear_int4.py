@@ -51,10 +51,6 @@ def dequantise_affine(
     return ((q - z) * scale.to(dtype)[..., None]).flatten(1)
 
 
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def affine_inputs(t, tokens, outputs, size, group, bits):
     """Weights that keep the variance of what they are applied to, as trained ones about do."""
     columns = size * bits // 8
@@ -145,7 +141,8 @@ def linear_int4(
     Raises:
         ValueError: the groups do not divide the columns.
     """
-    w = dequantise_affine(unpack_int4(weight), scale, 8 if zero is None else zero, _wide(x))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    w = dequantise_affine(unpack_int4(weight), scale, 8 if zero is None else zero, wide)
     return F.linear(x, w.to(x.dtype), bias)
 
 
@@ -172,5 +169,5 @@ def linear_int8(
     Raises:
         ValueError: the groups do not divide the columns.
     """
-    w = dequantise_affine(weight, scale, 128 if zero is None else zero, _wide(x))
+    w = dequantise_affine(weight, scale, 128 if zero is None else zero, torch.promote_types(x.dtype, torch.float32))
     return F.linear(x, w.to(x.dtype), bias)

@@ -12,13 +12,13 @@ from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES
-from nanovllm.kernels.ops.linear import normed_cost
+from nanovllm.kernels.ops.linear import ROUNDED_TOLERANCE, normed_cost
 from nanovllm.kernels.ops.linear_fp8 import linear_fp8
 from nanovllm.kernels.ops.linear_fp8 import make_inputs as fp8_inputs
 from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_gguf import make_inputs as gguf_inputs
 from nanovllm.kernels.ops.linear_int4 import affine_inputs, linear_int4, linear_int8
-from nanovllm.kernels.ops.norm import add_rms_norm
+from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs
 
 PRODUCTS = ("linear_fp8", "linear_gguf", "linear_int4", "linear_int8")
 _SCALED = ("fp8", "int4", "int8")
@@ -70,8 +70,8 @@ def _silu_inputs(t, tokens, outputs, size, storage=2):
 
 def _norm_inputs(t, tokens, outputs, size, storage=2):
     """storage: as of `_silu_inputs`."""
-    more = {"residual": t.normal(tokens, outputs), "norm_weight": t.parameter(outputs, scale=1), "eps": 1e-6}
-    return {**_weight(t, tokens, outputs, size, storage), **more}
+    norm = norm_inputs(t, tokens, outputs)
+    return {**_weight(t, tokens, outputs, size, storage), **norm}
 
 
 def _needs(numbers):
@@ -102,8 +102,6 @@ _SCALES = {
     "bfloat16[scale_rows, scale_columns]",
     "zero": "uint8[scale_rows, scale_columns]",
 }
-# The references round on the way, as those of the bfloat16 ops do.
-_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
 
 
 @op(
@@ -122,7 +120,7 @@ _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3.2e-2}
     ),
     cost=_silu_cost,
     cancels=True,
-    tolerance=_TOLERANCE,
+    tolerance=ROUNDED_TOLERANCE,
     fuses=(*PRODUCTS, "silu_and_mul"),
 )  # fmt: skip
 def linear_packed_silu_and_mul(
@@ -161,7 +159,7 @@ def linear_packed_silu_and_mul(
         scales=(1.0, 50.0),
     ),
     cost=_norm_cost,
-    tolerance=_TOLERANCE,
+    tolerance=ROUNDED_TOLERANCE,
     fuses=("add_rms_norm", *PRODUCTS),
 )  # fmt: skip
 def linear_packed_add_rms_norm(

@@ -91,7 +91,7 @@ def moe_experts_fp8(
     check_scales(gate_up, gate_up_scale, down, down_scale)
     if values_checked(experts.device):
         check_experts(experts, gate_up.shape[0])
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(x.dtype, torch.float32)
 
     def matrices(e: int) -> tuple[torch.Tensor, torch.Tensor]:
         both = (gate_up[e], gate_up_scale[e]), (down[e], down_scale[e])

@@ -46,12 +46,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _add_rms_norm_inputs(t, rows, size):
-    return {
-        "x": t.normal(rows, size),
-        "residual": t.normal(rows, size),
-        "weight": t.parameter(size, scale=1),
-        "eps": 1e-6,
-    }
+    x, (residual, weight, eps) = t.normal(rows, size), norm_inputs(t, rows, size).values()
+    return {"x": x, "residual": residual, "weight": weight, "eps": eps}
+
+
+def norm_inputs(t, rows, size):
+    """For `Inputs` of an op that adds to a residual and normalises the sum."""
+    return {"residual": t.normal(rows, size), "norm_weight": t.parameter(size, scale=1), "eps": 1e-6}
 
 
 @op(
