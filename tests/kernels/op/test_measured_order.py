@@ -71,6 +71,7 @@ def test_the_shipped_tables_speak_of_ops_and_providers_that_exist():
     [
         ({"z": 1.0, "b": 1.5}, {"b": 1.0}, ["z", "b"]),  # the fastest is not installed now
         ({"a": 1.0, "b": 2.0, "c": 2.1}, {"b": 1.0, "c": 1.1}, ["a", "b", "c"]),
+        ({"a": 3.0, "b": 2.0}, {"b": 1.0, "c": 2.0}, ["b", "a", "c"]),  # scaled by b's times
         ({"a": 1.0, "c": 3.0}, {"a": 1.0, "b": 2.0}, ["a", "b", "c"]),
         ({"a": 1.0, "b": 1.5}, {"c": 1.0}, ["a", "b", "c"]),  # nothing in common
     ],
