@@ -5,41 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanovllm.distributed.group import SINGLE, Group, split_over
-from nanovllm.kernels import Kernels, Provider, all_ops
+from nanovllm.distributed.group import SINGLE, split_over
 from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.residual_stream import ResidualStream
+from tests.layers.stubs import Rank, stubbed
 from tests.layers.test_packed_weight import COLUMNS, MATRICES
 from tests.native import NATIVE
 
 SILU, NORM = "linear_packed_silu_and_mul", "linear_packed_add_rms_norm"
 
 
-class Rank(Group):
-    """One of two ranks that compute the same."""
-
-    def all_reduce(self, x):
-        return 2 * x
-
-
 @pytest.fixture
 def stubs():
-    """(kernels whose combined ops take two to four tokens, the names of these and of products that were called)."""
-    calls = []
-
-    def stub(name):
-        declared = all_ops()[name]
-
-        def fn(*args):
-            calls.append(name)
-            return declared.native(*args)
-
-        return Provider("stub", fn, num_tokens=lambda weight: range(2, 5)), fn
-
-    native = {name: (declared.providers["native"], declared.native) for name, declared in all_ops().items()}
-    return Kernels(native | {name: stub(name) for name in (SILU, NORM, "linear_fp8_dynamic")}), calls
+    """Kernels whose combined ops take two to four tokens."""
+    return stubbed(dict.fromkeys((SILU, NORM, "linear_fp8_dynamic"), range(2, 5)))
 
 
 def mlp(kernels, gate_up, down, group=SINGLE, **options):
@@ -68,10 +49,10 @@ PACKED = [name for name in MATRICES if name not in ("floats", "int4 permuted")]
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5])
 def test_every_form_is_combined(name, tokens, stubs):
-    kernels, calls = stubs
+    kernels, _, calls = stubs
     gate_up, down = [MATRICES[name](COLUMNS) for _ in range(2)], [MATRICES[name](COLUMNS)]
     got = run(mlp(kernels, gate_up, down), tokens)
-    assert calls == ([SILU, NORM] if 2 <= tokens <= 4 else [])
+    assert [op for op, _ in calls] == ([SILU, NORM] if 2 <= tokens <= 4 else [])
     torch.testing.assert_close(got, run(mlp(NATIVE, gate_up, down), tokens), rtol=1e-5, atol=1e-4)
 
 
@@ -88,17 +69,17 @@ APART = {
 
 @pytest.mark.parametrize("name", APART)
 def test_what_stays_apart(name, stubs):
-    kernels, calls = stubs
+    kernels, _, calls = stubs
     gate_up, down, options, combined = APART[name]
     gate_up, down = ([MATRICES[form](COLUMNS) for form in forms] for forms in (gate_up, down))
     got = run(mlp(kernels, gate_up, down, **options), 3)
-    assert calls == combined
+    assert [op for op, _ in calls] == combined
     torch.testing.assert_close(got, run(mlp(NATIVE, gate_up, down, **options), 3), rtol=1e-5, atol=1e-4)
 
 
 def test_activations_that_are_quantised_come_first(stubs):
     """Where the op that quantises x and a combined one take the same number of tokens."""
-    kernels, calls = stubs
+    kernels, _, calls = stubs
     matrices = [replace(MATRICES["fp8 blocks"](COLUMNS), quantises_activations=True) for _ in range(3)]
     run(mlp(kernels, matrices[:2], matrices[2:]), 3)
-    assert calls == ["linear_fp8_dynamic"] * 2
+    assert [op for op, _ in calls] == ["linear_fp8_dynamic"] * 2

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.distributed.group import SINGLE, Group, split_over
-from nanovllm.kernels import Kernels, Provider, all_ops
+from nanovllm.distributed.group import SINGLE, split_over
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.dense import Qwen3ForCausalLM
+from tests.layers.stubs import Rank, stubbed
 
 # What begins with a norm takes one token, what a norm may follow two to four.
 RANGES = {
@@ -27,34 +27,12 @@ NORMS = ("rms_norm", "add_rms_norm")
 LAYERS = 3
 
 
-class Rank(Group):
-    """One of two ranks that compute the same."""
-
-    def all_reduce(self, x):
-        return 2 * x
-
-
 RANK = Rank(0, 2)
 
 
 @pytest.fixture
 def stubs():
-    """(kernels with a stub for each of RANGES, kernels without; the calls so far: op, arguments by name)."""
-    calls = []
-
-    def stub(name):
-        declared = all_ops()[name]
-
-        def fn(*args, **kwargs):
-            calls.append((name, declared.signature.bind(*args, **kwargs).arguments))
-            return declared.native(*args, **kwargs)
-
-        custom = name in RANGES
-        return Provider("stub" if custom else "native", fn, num_tokens=lambda weight: RANGES[name]), fn
-
-    native = {name: (declared.providers["native"], declared.native) for name, declared in all_ops().items()}
-    noted = {name: stub(name) for name in (*RANGES, *NORMS, "silu_and_mul")}
-    return Kernels(native | noted), Kernels(native), calls
+    return stubbed(RANGES, (*NORMS, "silu_and_mul"))
 
 
 def decoder(kernels, bias=False, group=SINGLE):
