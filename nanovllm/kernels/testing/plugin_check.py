@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -64,6 +65,10 @@ def _load(plugin: str, log: str, limit: float) -> None:
     os.dup2(null, 2)
     sys.stdout = sys.stderr = open(null, "w")  # where they are not the descriptors 1 and 2, as in notebooks
     with open(log, "w") as stack:
+        # A handler of a library in this process may return, and the instruction would fault again until the limit.
+        faulthandler.disable()
+        for fatal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT):
+            signal.signal(fatal, signal.SIG_DFL)
         faulthandler.enable(stack)
         faulthandler.dump_traceback_later(limit, exit=True, file=stack)
         load_plugins([plugin])
