@@ -32,7 +32,7 @@ def calls(dtype, features, monkeypatch):
     if features[1] and dtype != torch.float32:
         yield "silu_and_mul of many", lambda: products.silu_and_mul_of_many(t(8192, 1024), t(6144, 1024))
     yield "sums of few rows", lambda: linear_bias_act(t(1, 1024), t(256, 1024), t(256), "silu")
-    for m in (1, 3, 40, 300):
+    for m in (1, 40, 300):
         yield f"odd {m}", lambda m=m: linear_bias_act(t(m, 100), t(3700, 100), t(3700), "silu")
         yield f"odd gated_mlp {m}", lambda m=m: gated_mlp(t(m, 100), t(740, 100), t(100, 370))
         yield f"transposed {m}", lambda m=m: linear_bias_act(t(m, 128), t(128, 512).T, None, "silu")
@@ -56,8 +56,8 @@ def distinct(launches):
 @pytest.mark.parametrize(
     "dtype, capability, features, turns",
     [
-        (torch.bfloat16, 90, (True, True), slice(None)), (torch.bfloat16, 80, (False, False), slice(0, None, 3)),
-        (torch.bfloat16, 100, (True, True), slice(1, None, 3)), (torch.float32, 90, (True, True), slice(2, None, 3)),
+        (torch.bfloat16, 90, (True, True), slice(None)), (torch.bfloat16, 80, (False, False), slice(0, None, 4)),
+        (torch.bfloat16, 100, (True, True), slice(1, None, 5)), (torch.float32, 90, (True, True), slice(2, None, 4)),
     ],
 )  # fmt: skip
 def test_no_spills_and_wide_loads(dtype, capability, features, turns, tmp_path, monkeypatch):

@@ -25,8 +25,14 @@ def sampling_arguments(rows, dtype, top_k, top_p, min_p):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype, capability", [(torch.float32, 90), *((torch.bfloat16, c) for c in CAPABILITIES)])
-@pytest.mark.parametrize("filters", [(0, 0, 0), (1, 1, 1), (0, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "filters, dtype, capability",
+    [
+        *((filters, torch.bfloat16, 90) for filters in ((0, 0, 0), (0, 1, 0), (1, 1, 1))),
+        *(((1, 1, 1), *of) for of in ((torch.float32, 90), (torch.bfloat16, 80), (torch.bfloat16, 100))),
+    ],
+    ids=str,
+)
 def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
     for rows in (1, 256):
         call = sampling_arguments(rows, dtype, *filters)
