@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -47,6 +48,24 @@ def tiny(architecture: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
             else:
                 parameter.normal_(0, 0.3, generator=generator)
     return model.to(dtype)
+
+
+@functools.cache
+def shared(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model without gradients that every test leaves as it was."""
+    return tiny(architecture, dtype).requires_grad_(False)
+
+
+def put_in(model: Any, captures: bool = False, **providers: str) -> Any:
+    """Every op; with `captures`, decode steps are captured as on a GPU."""
+    from nanovllm.adapters.transformers import OPS, apply
+    from nanovllm.adapters.transformers.stack import STACK
+
+    # On a CPU oneDNN leaves dense weights to PyTorch.
+    report = apply(model, ops=dict.fromkeys(OPS, ()) | {"linear": "native"} | providers)
+    if captures:
+        model.model.__dict__[STACK].captures = True
+    return report
 
 
 def prompts(padding: str | None = None, batch: int = 3, length: int = 9) -> dict[str, torch.Tensor]:

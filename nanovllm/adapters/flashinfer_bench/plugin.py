@@ -72,7 +72,7 @@ def declare(
         for ours in (all_ops().get(t.removeprefix(_OURS)) for t in of.tags if t.startswith(_OURS)):
             if ours is not None and [*ours.signature.parameters] == [*of.inputs]:
                 other = f"solution_{name}" if name in ours.providers else name
-                ours.provider(other, support, _fits(of))(_like(ours, function))
+                ours.provider(other, support, _fits(of, declared))(_like(ours, function))
     return declared
 
 
@@ -148,18 +148,12 @@ def _checked(of: Definition, given: Any, who: str) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-def _sizes(of: Definition, args: Sequence[Any]) -> dict[str, int]:
-    """The size of each axis, from a call's arguments in the order of the inputs."""
+def _allocated(of: Definition, args: Sequence[Any], device: Any = None) -> Any:
+    """Tensors for the outputs, not initialised. args: a call's arguments in the order of the inputs."""
     sizes = {name: size for name, size in of.axes.items() if size is not None}
     for spec, value in zip(of.inputs.values(), args):
-        for axis, size in zip(spec.shape or (), value.shape if isinstance(value, torch.Tensor) else ()):
-            sizes.setdefault(axis, size)
-    return sizes
-
-
-def _allocated(of: Definition, args: Sequence[Any], device: Any = None) -> Any:
-    """Tensors for the outputs, not initialised."""
-    sizes = _sizes(of, args)
+        if isinstance(value, torch.Tensor):
+            sizes.update(zip(spec.shape or (), value.shape))
     device = device or next((a.device for a in args if isinstance(a, torch.Tensor)), "cpu")
     made = tuple(
         torch.empty([sizes[a] for a in s.shape or ()], dtype=getattr(torch, s.dtype), device=device)
@@ -234,26 +228,19 @@ def _contiguous(of: Definition) -> Callable[..., str | None]:
     return accepts
 
 
-def _fits(of: Definition) -> Callable[..., str | None]:
+def _fits(of: Definition, declared: Op) -> Callable[..., str | None]:
     """Accept calls of our op that are calls of the Definition: its dtypes and sizes."""
     contiguous = _contiguous(of)
 
     def accepts(*args: Any, **kwargs: Any) -> str | None:
         given = dict(zip(of.inputs, args), **kwargs)
-        sizes: dict[str, int] = {name: size for name, size in of.axes.items() if size is not None}
         for name, spec in of.inputs.items():
-            value = given.get(name)
-            if isinstance(value, torch.Tensor) != (spec.shape is not None):
-                return f"{name}: the Definition {of.name} takes {'a scalar' if spec.shape is None else 'a tensor'}"
-            if not isinstance(value, torch.Tensor):
-                continue
-            if str(value.dtype) != f"torch.{spec.dtype}":
-                return f"{name}: the Definition {of.name} is of {spec.dtype}"
-            wrong = value.dim() != len(spec.shape or ()) or any(
-                sizes.setdefault(axis, size) != size for axis, size in zip(spec.shape or (), value.shape)
-            )
-            if wrong:
-                return f"{name}: {list(value.shape)} is not a shape of the Definition {of.name}"
+            if spec.shape is None and isinstance(given.get(name), torch.Tensor):
+                return f"{name}: the Definition {of.name} takes a scalar"
+        try:
+            declared.check(given)
+        except ValueError as error:
+            return str(error)
         return contiguous(**given)
 
     return accepts

@@ -57,22 +57,19 @@ class FusedOps(CustomGraphPass):
         ops: names out of `OPS`; None: those of `FUSED`. Inductor writes `element_wise_mul_add` into the kernels of its
             neighbours, so it is replaced only where it is named.
         reference_too: replace also where no kernel but the reference would run, as on a CPU: to test.
-        then: a pass that runs before this one.
 
     Raises:
         ValueError: an unknown op.
     """
 
-    def __init__(
-        self, ops: Sequence[str] | None = None, reference_too: bool = False, then: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, ops: Sequence[str] | None = None, reference_too: bool = False) -> None:
         if isinstance(ops, str):
             ops = [ops]
         for name in ops or ():
             if name not in OPS:
                 raise ValueError(f"ops: {name!r} has no pattern; expected any of {', '.join(OPS)}")
         self._ops = tuple(name for name in OPS if name in (FUSED if ops is None else ops))
-        self._reference_too, self._then = reference_too, then
+        self._reference_too = reference_too
         self._replaced: Counter[str] = Counter()
         self._left: set[tuple[str, str, int, str]] = set()
         self._graphs = 0
@@ -89,37 +86,24 @@ class FusedOps(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Replace the patterns of a graph."""
-        if self._then is not None:
-            self._then(graph)
         self._graphs += 1
         for name in self._ops:
             self._replaced[name] += self._patterns(name).apply(graph)
         logger.info("graph %d: %s", self._graphs, dict(self._replaced))
 
     def uuid(self) -> Any:
-        """For Inductor's cache: graphs are compiled again if this code, the ops or what runs them is another.
-
-        None, if a pass that runs before this one has none: nothing is cached then.
-        """
-        before = None
-        if self._then is not None:
-            before = self._then.uuid() if isinstance(self._then, CustomGraphPass) else None
-            if before is None:
-                return None
+        """For Inductor's cache: graphs are compiled again if this code, the ops or what runs them is another."""
         devices = [torch.device("cpu")]
         devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
         kernels = [(name, str(d), _only_reference(name, d)) for name in self._ops for d in devices]
-        known = (Path(__file__).read_bytes(), self._ops, self._reference_too, kernels, before)
+        known = (Path(__file__).read_bytes(), self._ops, self._reference_too, kernels)
         return hashlib.sha256(repr(known).encode()).hexdigest()
 
     def _patterns(self, name: str) -> PatternMatcherPass:
         """The patterns of an op, traced when they are needed first."""
-        if name not in self._traced:
-            self._traced[name] = self._trace(name)
-        return self._traced[name]
-
-    def _trace(self, name: str) -> PatternMatcherPass:
-        found = PatternMatcherPass(f"nanovllm_{name}")
+        if name in self._traced:
+            return self._traced[name]
+        self._traced[name] = found = PatternMatcherPass(f"nanovllm_{name}")
         with torch.no_grad():
             for p in patterns_of(name):
                 register_replacement(
@@ -151,17 +135,18 @@ def replacing(ops: Sequence[str] | None = None, reference_too: bool = False) -> 
     Args:
         ops, reference_too: as in `FusedOps`.
     """
-    before = config.post_grad_custom_pre_pass
-    fused = FusedOps(ops, reference_too, _in_turn(before))
-    with config.patch(post_grad_custom_pre_pass=fused):
+    before = config.post_grad_custom_pre_pass  # a list in later versions of PyTorch
+    earlier = before if isinstance(before, (list, tuple)) else [] if before is None else [before]
+    fused = FusedOps(ops, reference_too)
+    with config.patch(post_grad_custom_pre_pass=InTurn(*earlier, fused) if earlier else fused):
         yield fused
 
 
-class _InTurn(CustomGraphPass):
-    """Several passes as one."""
+class InTurn(CustomGraphPass):
+    """Several passes as one. Nothing is cached if one of them has no `uuid`."""
 
-    def __init__(self, passes: Sequence[Callable[..., Any]]) -> None:
-        self._passes = tuple(passes)
+    def __init__(self, *passes: Callable[..., Any]) -> None:
+        self._passes = passes
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         for one in self._passes:
@@ -170,13 +155,6 @@ class _InTurn(CustomGraphPass):
     def uuid(self) -> Any:
         found = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._passes]
         return None if None in found else tuple(found)
-
-
-def _in_turn(passes: Any) -> Callable[..., Any] | None:
-    """What the configuration has, which is a list in later versions of PyTorch, as one pass."""
-    if isinstance(passes, (list, tuple)):
-        return _InTurn(passes) if passes else None
-    return passes
 
 
 def _only_reference(name: str, device: torch.device) -> bool:

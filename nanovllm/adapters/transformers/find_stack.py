@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from nanovllm.adapters.transformers.decoder_layer import LayerKind
-from nanovllm.adapters.transformers.packed import Packed
-from nanovllm.adapters.transformers.patches import foreign_forward
+from nanovllm.adapters.transformers.patches import Packed, foreign_forward
 from nanovllm.adapters.transformers.probe import is_linear, plain_parameter, random, run, stand_in
 from nanovllm.adapters.transformers.selected import NOT_WANTED, Selection
 from nanovllm.adapters.transformers.stack import LayerWeights, Stack, StackOps, only_recorders

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.adapters.transformers.packed import Packed
+from nanovllm.adapters.transformers.patches import Packed
 from nanovllm.adapters.transformers.probe import is_linear, random, run, same, stand_in
 from nanovllm.adapters.transformers.selected import Call, differentiated
 

@@ -1,4 +1,4 @@
-"""Changes to a model that can be taken back, in the reverse order."""
+"""Changes to a model that can be taken back, in the reverse order, and weights that were moved side by side."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.adapters.transformers.probe import plain_parameter
 
 ATTRIBUTE = "_nanovllm_patches"
 """Of a patched model: its `Patches`."""
@@ -39,7 +43,7 @@ class _Attribute:
 class _Joined:
     """Parameters that were made views of one tensor."""
 
-    parameters: list[torch.nn.Parameter]
+    parameters: list[nn.Parameter]
     joined: torch.Tensor
 
     def undo(self) -> None:
@@ -52,7 +56,7 @@ class _Joined:
 class Patches:
     """The changes to one model. They are records, so that a deep copy of the model has its own, of its own parts."""
 
-    model: torch.nn.Module
+    model: nn.Module
     changes: list[_Attribute | _Joined] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +83,7 @@ class Patches:
         self.changes.append(_Attribute(owner, name, value, name in owner.__dict__, owner.__dict__.get(name)))
         owner.__dict__[name] = value
 
-    def set_forward(self, module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+    def set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Give one module another forward: a function of the module and its arguments.
 
         It is bound to the module like a method, so that a deep copy of the module calls it with the copy. accelerate
@@ -88,23 +92,76 @@ class Patches:
         """
         self.set_attribute(module, forward_slot(module), MethodType(forward, module))
 
-    def join(self, parameters: Sequence[torch.nn.Parameter]) -> torch.nn.Parameter:
+    def join(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
         """Make parameters views of one new tensor, one after the other along their first dimension; that tensor."""
-        joined = torch.nn.Parameter(torch.cat([p.data for p in parameters]), requires_grad=False)
+        joined = nn.Parameter(torch.cat([p.data for p in parameters]), requires_grad=False)
         self.changes.append(_Joined(list(parameters), joined))
         for parameter, part in zip(parameters, joined.data.split([len(p) for p in parameters])):
             parameter.data = part
         return joined
 
 
-def forward_slot(module: torch.nn.Module) -> str:
+def forward_slot(module: nn.Module) -> str:
     """The attribute that holds a module's own forward."""
     return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
 
 
-def foreign_forward(module: torch.nn.Module) -> str | None:
+def foreign_forward(module: nn.Module) -> str | None:
     """Why a module's forward must not be replaced: it is not that of its class; None: it may be."""
     given = module.__dict__.get(forward_slot(module))
     if given is None or getattr(given, "__func__", None) is type(module).forward:
         return None
     return "its forward was replaced by other code"
+
+
+class Packed:
+    """Linear layers of the same input, whose parameters are made views of one tensor.
+
+    Parameters stay the objects that they are, with the same values. After `undo` each has memory of its own again.
+
+    Attributes:
+        weight: [outputs of all layers, inputs].
+        bias: [outputs of all layers] or None.
+        sizes: outputs of each layer.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], patches: Patches) -> None:
+        self.sizes = [layer.out_features for layer in layers]
+        weights: list[Any] = [layer.weight for layer in layers]
+        self.weight = patches.join(weights)
+        biases: list[Any] = [layer.bias for layer in layers if layer.bias is not None]
+        self.bias = patches.join(biases) if biases else None
+        self._layers = list(layers)
+        self._addresses = [layer.weight.data_ptr() for layer in layers]
+
+    @staticmethod
+    def refused(layers: Sequence[nn.Linear]) -> str | None:
+        """Why layers cannot be packed; None: they can."""
+        for layer in layers:
+            for parameter in (layer.weight, *([] if layer.bias is None else [layer.bias])):
+                if (reason := plain_parameter(parameter)) is not None:
+                    return reason
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                return "its projections have hooks"
+            if (reason := foreign_forward(layer)) is not None:
+                return f"of a projection: {reason}"
+        first = layers[0].weight
+        if any(x.weight.dtype != first.dtype or x.weight.device != first.device for x in layers):
+            return "its projections have weights of several dtypes or devices"
+        if len({layer.bias is None for layer in layers}) > 1:
+            return "only some of its projections have a bias"
+        return None
+
+    def current(self, layers: Sequence[nn.Linear]) -> bool:
+        """Whether these are the layers, with the weights that were packed and without hooks: not after `model.to(...)`,
+        nor in a copy, nor with the adapters of PEFT, which have the weight of the layer within.
+        """
+        if any(a is not b or a._forward_hooks or a._forward_pre_hooks for a, b in zip(layers, self._layers)):
+            return False
+        if torch.compiler.is_compiling():
+            return True  # addresses cannot be traced
+        return all(layer.weight.data_ptr() == address for layer, address in zip(layers, self._addresses))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The outputs of all layers side by side."""
+        return F.linear(x, self.weight, self.bias)

@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 from torch import nn
 
-from nanovllm.adapters.transformers.angles import Angles, unsuited_rotary
 from nanovllm.adapters.transformers.attention import CALL, Chosen
 from nanovllm.adapters.transformers.attention_layer import (
+    Angles,
     AttentionCalls,
     AttentionKind,
     attention_forward,
     recognise_attention,
+    unsuited_rotary,
 )
 from nanovllm.adapters.transformers.decoder_layer import layer_forward, recognise_layer
 from nanovllm.adapters.transformers.find_stack import layer_lists, stack_of
-from nanovllm.adapters.transformers.linear import embedding_forward, is_embedding, linear_forward
 from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forward
 from nanovllm.adapters.transformers.norms import Norms, norm_forward, unsuited_norm
-from nanovllm.adapters.transformers.packed import Packed
-from nanovllm.adapters.transformers.patches import Patches, foreign_forward
+from nanovllm.adapters.transformers.patches import Packed, Patches, foreign_forward
 from nanovllm.adapters.transformers.probe import is_linear, plain_parameter
 from nanovllm.adapters.transformers.report import Outcomes
-from nanovllm.adapters.transformers.selected import Call, Selection
+from nanovllm.adapters.transformers.selected import Call, Selection, differentiated
 from nanovllm.adapters.transformers.stack import Stack, install
 
 
@@ -57,7 +57,7 @@ class Replacing:
                 self._norm(module)
             elif (mlp := self._mlps.kind(module)) is not None:
                 self._mlp(module, mlp)
-            elif is_embedding(module):
+            elif type(module) is nn.Embedding and module.max_norm is None:
                 self._embedding(module)
             elif isinstance(module, nn.Embedding):
                 self._outcomes.left(module, "embedding", "it computes more than rows of a table")
@@ -193,3 +193,31 @@ class Replacing:
             return self._outcomes.left(module, "add_rms_norm", str(call))
         self._put(module, "add_rms_norm", call, layer_forward(kind, norm, call, type(module).forward))
         self._parts[module] = kind
+
+
+def linear_forward(call: Call, counts: Container[int] | None, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of the module by the op `linear`, for the numbers of tokens in `counts`; else by its own code."""
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return original(module, *args, **kwargs)
+        x, weight = args[0], module.weight
+        if counts is not None and x.numel() // x.shape[-1] not in counts:
+            return original(module, x)
+        if x.dtype != weight.dtype or differentiated(module, x):
+            return original(module, x)
+        return call(x, weight, module.bias)
+
+    return forward
+
+
+def embedding_forward(call: Call, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of the module by the op `embedding`."""
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs or args[0].dtype != torch.int64 or differentiated(module):
+            return original(module, *args, **kwargs)
+        ids, weight = args[0], module.weight
+        return call(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])
+
+    return forward

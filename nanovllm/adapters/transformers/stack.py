@@ -20,9 +20,15 @@ from torch import nn
 
 from nanovllm.adapters.transformers.attention import capturing
 from nanovllm.adapters.transformers.attention_layer import AttentionKind
-from nanovllm.adapters.transformers.decode_state import DecodeState, growing_step
+from nanovllm.adapters.transformers.decode_state import (
+    DecodeState,
+    Linear,
+    Products,
+    by_kernels,
+    by_the_library,
+    growing_step,
+)
 from nanovllm.adapters.transformers.patches import Patches, forward_slot
-from nanovllm.adapters.transformers.products import Linear, Products, by_kernels, by_the_library
 from nanovllm.adapters.transformers.selected import Selection, on_device
 
 Tensor = torch.Tensor

@@ -1,15 +1,14 @@
 """What is exported is what the schema asks for, and computes what the op computes, without this package."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from nanovllm.adapters.flashinfer_bench import documents, export_op
 from nanovllm.adapters.flashinfer_bench.inputs import declared_inputs
-from nanovllm.kernels import Tensors, all_ops
+from nanovllm.kernels import Tensors, all_ops, load_plugins, rms_norm
+from nanovllm.kernels.op.registry import temporary
 
 OPS = all_ops()
 # One of each kind: plain rows, two outputs, a multiple of an axis, positions in a file, records, text as an argument.
@@ -92,15 +91,9 @@ def test_a_plugins_provider_goes_with_its_file(tmp_path):
         "from nanovllm.kernels import rms_norm\n\n@rms_norm.provider('mine')\ndef mine(x, weight, eps):\n"
         "    return rms_norm.native(x, weight, eps)\n"
     )
-    code = f"""
-import torch
-from pathlib import Path
-from nanovllm.adapters.flashinfer_bench import export_op
-from nanovllm.kernels import load_plugins, rms_norm
-load_plugins([{str(plugin)!r}], must_load=True)
-export_op(rms_norm, Path({str(tmp_path / "out")!r}), torch.float32, [(3, 64)], ["mine"])
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
+    with temporary():
+        load_plugins([str(plugin)], must_load=True)
+        export_op(rms_norm, tmp_path / "out", torch.float32, [(3, 64)], ["mine"])
     (path,) = (tmp_path / "out" / "solutions").rglob("*.json")
     one = documents.solution(json.loads(path.read_text()), str(path))
     assert one.sources["kernels.py"] == plugin.read_text() and "kernels.py" in one.sources["main.py"]

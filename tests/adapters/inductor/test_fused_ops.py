@@ -8,6 +8,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from nanovllm.adapters.inductor import OPS, FusedOps, replacing
+from nanovllm.adapters.inductor.fused_ops import InTurn
 
 
 @pytest.fixture(autouse=True)
@@ -188,9 +189,9 @@ def test_the_cache_tells_passes_apart():
             pass
 
     assert FusedOps().uuid() == FusedOps().uuid() is not None
-    kinds = [FusedOps(), FusedOps(["rms_norm"]), FusedOps(reference_too=True), FusedOps(then=Counting())]
+    kinds = [FusedOps(), FusedOps(["rms_norm"]), FusedOps(reference_too=True), InTurn(Counting(), FusedOps())]
     assert len({one.uuid() for one in kinds}) == 4
-    assert FusedOps(then=Plain()).uuid() is None
+    assert InTurn(Plain(), FusedOps()).uuid() is None
 
 
 def test_an_unknown_op():

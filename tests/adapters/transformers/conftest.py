@@ -29,6 +29,8 @@ def captured(monkeypatch):
     captured = []
 
     def capture(stack, warm_up, fn):
+        if warm_up is not None:
+            warm_up()
         captured.append(warm_up)
         return SimpleNamespace(replay=fn)
 

@@ -232,13 +232,6 @@ def test_a_new_checkpoint_may_be_loaded(model):
     assert torch.equal(logits(model), logits(other))
 
 
-def test_a_patched_model_can_be_saved(model, tmp_path):
-    expected = logits(model)
-    with apply(model, ops=OPS):
-        model.save_pretrained(tmp_path)
-    assert torch.equal(logits(type(model).from_pretrained(tmp_path)), expected)
-
-
 def test_device_map():
     """accelerate wraps the forward of modules; the ops are put within."""
     accelerate = pytest.importorskip("accelerate")

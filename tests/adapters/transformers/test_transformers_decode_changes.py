@@ -11,17 +11,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from nanovllm.adapters.transformers import OPS, apply, selected
+from nanovllm.adapters.transformers import apply, selected
 from nanovllm.adapters.transformers.selected import on_device
 from nanovllm.adapters.transformers.stack import STACK
-from tests.adapters.models import prompts, tiny
+from tests.adapters.models import prompts, put_in, shared, tiny
 
 STEPS = 7
 STATIC = {"cache_implementation": "static", "disable_compile": True}
-
-
-def put_in(model):
-    return apply(model, ops=dict.fromkeys(OPS, ()) | {"linear": "native"})
 
 
 def generate(model, given, **options):
@@ -35,8 +31,7 @@ def same(got, expected):
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("order", [[1, 0, 2], [0, 2, 1], [0, 1]], ids=str)
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("order, in_place", [([1, 0, 2], True), ([0, 2, 1], False), ([0, 1], True)], ids=str)
 def test_other_layers_in_the_list(order, in_place, steps):
     model, other = (tiny("Qwen3", num_hidden_layers=3).requires_grad_(False) for _ in range(2))
     with put_in(model):
@@ -74,8 +69,11 @@ class Adapted(torch.nn.Module):
         return self.base(x) + torch.nn.functional.linear(x, self.more)
 
 
-@pytest.mark.parametrize("options", [{}, STATIC], ids=["dynamic", "static"])
-@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"])
+@pytest.mark.parametrize(
+    "name, options",
+    [("self_attn.q_proj", {}), ("self_attn.o_proj", STATIC), ("mlp.up_proj", STATIC), ("mlp.down_proj", {})],
+    ids=str,
+)
 def test_an_adapter_that_is_added_later(name, options):
     model = tiny("Qwen3").requires_grad_(False)
     owner, _, last = name.rpartition(".")
@@ -110,6 +108,8 @@ def test_the_loop_runs_after_outputs_were_wanted_once(steps):
     """transformers leaves its hooks in the model, before `apply` and after it."""
     model = tiny("Qwen3").requires_grad_(False)
     expected = generate(model, prompts(), **STATIC)
+    seen = {**STATIC, "output_hidden_states": True, "return_dict_in_generate": True, "do_sample": False}
+    states = model.generate(**prompts(), **seen, max_new_tokens=4).hidden_states
     for _ in range(2):
         with put_in(model), torch.no_grad():
             assert len(model(**prompts(), output_hidden_states=True).hidden_states) == 3
@@ -117,12 +117,14 @@ def test_the_loop_runs_after_outputs_were_wanted_once(steps):
             same(generate(model, prompts(), **STATIC), expected)
             assert sum(steps) == STEPS
             steps.clear()
-            generate(model, prompts(), **STATIC, output_hidden_states=True)
+            got = model.generate(**prompts(), **seen, max_new_tokens=4).hidden_states
             assert not any(steps)
+        for step, wanted in zip(got, states, strict=True):
+            torch.testing.assert_close(step, wanted, rtol=0, atol=1e-4)
 
 
 def test_inference_mode_at_some_steps():
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
 
     def run():
         cache, results = transformers.StaticCache(model.config, max_cache_len=16), []
@@ -139,13 +141,12 @@ def test_inference_mode_at_some_steps():
 
 
 def test_beams_do_not_capture_every_step(captured):
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
     given = prompts(batch=4)
     two = {name: x[:2] for name, x in given.items()}
     options = {**STATIC, "do_sample": False, "max_new_tokens": STEPS + 1}
     expected = model.generate(**two, **options, num_beams=2)
-    with put_in(model):
-        model.model.__dict__[STACK].captures = True
+    with put_in(model, captures=True):
         model.generate(**given, **options)
         assert len(captured) == 1
         assert torch.equal(model.generate(**two, **options, num_beams=2), expected)
@@ -154,7 +155,7 @@ def test_beams_do_not_capture_every_step(captured):
 
 def test_caches_take_turns(captured):
     """Each has its own graph; `reset` keeps it."""
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
 
     def run():
         caches, results = [transformers.StaticCache(model.config, max_cache_len=n) for n in (16, 16, 20)], []
@@ -170,8 +171,7 @@ def test_caches_take_turns(captured):
         return torch.stack(results)
 
     expected = run()
-    with put_in(model):
-        model.model.__dict__[STACK].captures = True
+    with put_in(model, captures=True):
         same(run(), expected)
     assert len(captured) == 3
 
@@ -179,8 +179,7 @@ def test_caches_take_turns(captured):
 def test_nothing_is_held_after_undo_while_a_cache_lives(captured):
     model = tiny("Qwen3").requires_grad_(False)
     cache = transformers.StaticCache(model.config, max_cache_len=16)
-    report = put_in(model)
-    model.model.__dict__[STACK].captures = True
+    report = put_in(model, captures=True)
     for step in range(5):
         with torch.no_grad():
             model(torch.full((2, 3 if step == 0 else 1), 5), past_key_values=cache)
@@ -196,21 +195,19 @@ def test_nothing_is_held_after_undo_while_a_cache_lives(captured):
 
 
 def test_a_capture_of_the_caller_has_no_other_within(captured, monkeypatch, steps):
-    model = tiny("Qwen3").requires_grad_(False)
-    with put_in(model):
-        model.model.__dict__[STACK].captures = True
+    model = shared("Qwen3")
+    with put_in(model, captures=True):
         monkeypatch.setattr("nanovllm.adapters.transformers.stack.capturing", lambda x: True)
         generate(model, prompts(), **STATIC)
     assert not captured and not any(steps)
 
 
 def test_threads_with_a_cache_each(captured):
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
     given = [prompts(padding) for padding in (None, "left")] * 2
     expected = [generate(model, one, **STATIC) for one in given]
     got = [None] * len(given)
-    with put_in(model):
-        model.model.__dict__[STACK].captures = True
+    with put_in(model, captures=True):
 
         def work(i):
             got[i] = generate(model, given[i], **STATIC)
@@ -253,7 +250,7 @@ def test_one_capture_at_a_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: callers)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
     with put_in(model):
         stack = model.model.__dict__[STACK]
         threads = [threading.Thread(target=stack.capture, args=(None, lambda: time.sleep(0.02))) for _ in range(3)]

@@ -1,7 +1,5 @@
 """Decode steps on a static cache by one loop over the layers: when it runs, and that nothing else changes."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -10,11 +8,12 @@ transformers = pytest.importorskip("transformers")
 from nanovllm.adapters.transformers import OPS, apply
 from nanovllm.adapters.transformers.stack import STACK, Stack
 from nanovllm.kernels import all_ops
-from tests.adapters.models import prompts, tiny
+from tests.adapters.models import prompts, put_in, shared, tiny
 from tests.providers import registered
 
 ATOL = 2e-5  # of logits of about 6
 STEPS = 7
+MINE = {"attention_decode": "mine"}
 
 
 class Calls:
@@ -37,10 +36,6 @@ def calls():
         yield provider
 
 
-def put_in(model, **options):
-    return apply(model, ops=dict.fromkeys(OPS, ()) | {"linear": "native", "attention_decode": "mine"}, **options)
-
-
 def generate(model, given, **options):
     out = model.generate(
         **given, max_new_tokens=STEPS + 1, do_sample=False, cache_implementation="static", disable_compile=True,
@@ -54,13 +49,12 @@ def same(got, expected):
     assert torch.equal(got[0], expected[0])
 
 
-@pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Phi3"])
+@pytest.mark.parametrize("architecture, padding", [("Llama", None), ("Qwen3", "left"), ("Phi3", "left")])
 def test_generate(architecture, padding, calls):
-    model = tiny(architecture).requires_grad_(False)
+    model = shared(architecture)
     given = prompts(padding)
     expected = generate(model, given)
-    with put_in(model) as report:
+    with put_in(model, **MINE) as report:
         (row,) = (row for row in report.replaced if row.op == "attention_decode")
         assert "all 2 layers in one loop" in row.why and row.provider == "mine"
         same(generate(model, given), expected)
@@ -69,13 +63,12 @@ def test_generate(architecture, padding, calls):
     assert calls.count == 2 * STEPS
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=str)
-@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("padding, options", [(None, {}), ("left", {"num_beams": 2})], ids=str)
 def test_a_cache_that_grows(padding, options, steps):
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
     given = prompts(padding)
     expected = model.generate(**given, max_new_tokens=STEPS + 1, do_sample=False, **options)
-    with apply(model, ops=dict.fromkeys(OPS, ()) | {"linear": "native"}):
+    with put_in(model):
         assert torch.equal(model.generate(**given, max_new_tokens=STEPS + 1, do_sample=False, **options), expected)
     assert steps == [False] + [True] * STEPS
 
@@ -93,7 +86,7 @@ def test_half_precision(calls):
     model = tiny("Qwen3", torch.bfloat16).requires_grad_(False)
     given = prompts("left")
     expected = generate(model, given)[1][:2]
-    with put_in(model):
+    with put_in(model, **MINE):
         got = generate(model, given)[1][:2]
     assert calls.count
     torch.testing.assert_close(got, expected, rtol=0, atol=0.25)
@@ -102,7 +95,7 @@ def test_half_precision(calls):
 @pytest.mark.parametrize("length", [40, 64])  # in blocks of one token, and of 64
 def test_steps_around_a_draft_and_a_crop(length, calls):
     """The loop and the modules' own forwards take turns on one cache."""
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
     ids = torch.randint(1, 99, (2, 20), generator=torch.Generator().manual_seed(5))
 
     def run():
@@ -125,54 +118,33 @@ def test_steps_around_a_draft_and_a_crop(length, calls):
         return torch.stack(results)
 
     expected = run()
-    with put_in(model):
+    with put_in(model, **MINE):
         torch.testing.assert_close(run(), expected, rtol=0, atol=ATOL)
     assert calls.count == 2 * 5
 
 
-def test_beams_reorder_the_cache(calls):
-    model = tiny("Qwen3").requires_grad_(False)
-    given = prompts("left")
-    options = {"cache_implementation": "static", "disable_compile": True, "num_beams": 2, "do_sample": False}
-    expected = model.generate(**given, max_new_tokens=6, **options)
-    with put_in(model):
-        assert torch.equal(model.generate(**given, max_new_tokens=6, **options), expected)
-    assert calls.count
-
-
-def test_a_captured_step_is_replayed(calls, monkeypatch):
+def test_a_captured_step_is_replayed(calls, captured):
     """As on a GPU, with a graph that calls what it has captured: every input of a step is in a buffer."""
-    model = tiny("Qwen3").requires_grad_(False)
-    captured, replays = [], []
-
-    def capture(stack, warm_up, fn):
-        if warm_up is not None:
-            warm_up()
-        captured.append(warm_up)
-        return SimpleNamespace(replay=lambda: (replays.append(fn), fn()))
-
-    monkeypatch.setattr(Stack, "capture", capture)
+    model = shared("Qwen3")
     for padding in (None, "left"):
         given = prompts(padding)
         expected = generate(model, given)
-        with put_in(model):
-            model.model.__dict__[STACK].captures = True
+        with put_in(model, captures=True, **MINE):
             for _ in range(2):  # the second cache has the shape of the first: it is captured at once
                 same(generate(model, given), expected)
+            assert model.model.__dict__[STACK].num_replays == STEPS - 2 + STEPS
     assert [warm_up is not None for warm_up in captured] == [True, False] * 2
-    assert len(replays) == 2 * (STEPS - 2 + STEPS)
 
 
 def test_a_capture_that_fails_is_no_error(calls, monkeypatch, caplog):
-    model = tiny("Qwen3").requires_grad_(False)
+    model = shared("Qwen3")
     expected = generate(model, prompts())
 
     def capture(stack, warm_up, fn):
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(Stack, "capture", capture)
-    with put_in(model):
-        model.model.__dict__[STACK].captures = True
+    with put_in(model, captures=True, **MINE):
         same(generate(model, prompts()), expected)
     assert caplog.text.count("not captured as a CUDA graph: no memory") == 1 and calls.count == 2 * STEPS
 
@@ -201,7 +173,7 @@ def other_forward(model):
 @pytest.mark.parametrize("change", [hook, other_module, other_weight, fewer_layers, other_forward])
 def test_what_is_changed_after_it_is_noticed(change, calls):
     model, other = (tiny("Qwen3").requires_grad_(False) for _ in range(2))
-    with put_in(model):
+    with put_in(model, **MINE):
         change(model)
         change(other)
         same(generate(model, prompts()), generate(other, prompts()))
@@ -212,28 +184,15 @@ def test_a_configuration_that_wants_outputs(calls):
     """transformers adds hooks at the first forward, and once."""
     model = tiny("Qwen3").requires_grad_(False)
     model.config.output_hidden_states = True
-    with put_in(model), torch.no_grad():
+    with put_in(model, **MINE), torch.no_grad():
         assert not any(module._forward_hooks for module in model.modules())
         assert len(model(**prompts()).hidden_states) == 3
-
-
-def test_what_a_caller_wants_to_see_is_there(calls):
-    model = tiny("Qwen3").requires_grad_(False)
-    given = prompts("left")
-    options = {"output_hidden_states": True, "return_dict_in_generate": True, "cache_implementation": "static",
-               "disable_compile": True, "do_sample": False, "max_new_tokens": 4}  # fmt: skip
-    expected = model.generate(**given, **options).hidden_states
-    with put_in(model):
-        got = model.generate(**given, **options).hidden_states
-    for step, wanted in zip(got, expected, strict=True):
-        for a, b in zip(step, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
 def test_gradients_run_the_modules_own_code(calls):
     model = tiny("Qwen3")
     cache = transformers.StaticCache(model.config, max_cache_len=16)
-    with put_in(model):
+    with put_in(model, **MINE):
         for width in (5, 1):
             model(torch.ones(2, width, dtype=torch.int64), past_key_values=cache).logits.sum().backward()
             for layer in cache.layers:
@@ -252,7 +211,7 @@ def test_gradients_run_the_modules_own_code(calls):
     ],
 )
 def test_layers_that_are_left(architecture, why):
-    with apply(tiny(architecture).requires_grad_(False), ops=OPS) as report:
+    with apply(shared(architecture), ops=OPS) as report:
         (row,) = (row for row in report.left if row.op == "attention_decode")
     assert why in row.why
 
@@ -275,7 +234,7 @@ def test_a_model_that_does_more_than_to_call_its_layers():
 
 
 def test_an_excluded_layer_is_in_no_loop():
-    model = tiny("Llama").requires_grad_(False)
+    model = shared("Llama")
     with apply(model, ops=OPS, exclude=["model"]) as report:
         assert not [row for row in report.rows if row.op == "attention_decode"]
     with apply(model, ops=OPS, exclude=["model.layers.1.mlp.down_proj"]) as report:
