@@ -204,7 +204,8 @@ class LLM:
         """name: what the user calls the messages."""
         text = chat_text(self.engine.tokenizer, name, messages, variables)
         # The template writes the special tokens itself.
-        return {"prompt": text, "prompt_token_ids": self.engine.prompts.encode(text, name, add_special_tokens=False)}
+        token_ids = self.engine.maker.prompts.encode(text, name, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids}
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, yielding its text piece by piece, never half a character.

@@ -31,7 +31,7 @@ NUM_TOKENS = 1024
 def logits_of(model, config, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[len(tokens), vocab_size] with a cache of `dtype`, `PIECE` tokens at a time."""
     num_blocks = -(-len(tokens) // BLOCK_SIZE)
-    caches = kv_cache.allocate(config, num_blocks, BLOCK_SIZE, dtype, tokens.device)
+    caches = kv_cache.allocate(config, num_blocks, BLOCK_SIZE, dtype, tokens.device, config.num_kv_heads)
     table = torch.arange(num_blocks, dtype=torch.int32)[None]
     out = []
     for start in range(0, len(tokens), PIECE):

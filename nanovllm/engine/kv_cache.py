@@ -31,10 +31,9 @@ def cache_dtype(name: str, model_dtype: torch.dtype) -> torch.dtype:
     return torch.float8_e4m3fn if name in _FP8 else getattr(torch, full_dtype(name))
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, num_kv_heads: int | None = None) -> int:
-    """Bytes of one block of `block_size` tokens, over all layers, K and V. num_kv_heads: of this rank; None: all."""
-    heads = num_kv_heads or config.num_kv_heads
-    return 2 * config.num_hidden_layers * block_size * heads * config.head_dim * dtype.itemsize
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype, num_kv_heads: int) -> int:
+    """Bytes of one block of `block_size` tokens, over all layers, K and V. num_kv_heads: of this rank."""
+    return 2 * config.num_hidden_layers * block_size * num_kv_heads * config.head_dim * dtype.itemsize
 
 
 def kv_slot(block: Any, position: Any, block_size: int) -> Any:
@@ -53,13 +52,13 @@ def allocate(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
-    num_kv_heads: int | None = None,
+    num_kv_heads: int,
 ) -> list[LayerCache]:
     """Zeroed caches of `num_blocks` blocks and the padding block, whose number is `num_blocks`.
 
-    num_kv_heads: the KV heads of this rank; None: all.
+    num_kv_heads: the KV heads of this rank.
     """
-    shape = (num_blocks + 1, block_size, num_kv_heads or config.num_kv_heads, config.head_dim)
+    shape = (num_blocks + 1, block_size, num_kv_heads, config.head_dim)
     return [LayerCache(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_hidden_layers)]
 
 

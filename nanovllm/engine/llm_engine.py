@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.prompts import PromptReader
 from nanovllm.engine.ranks import Leader, Ranks
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.request_maker import RequestMaker
@@ -24,7 +24,7 @@ from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint
 from nanovllm.weights.bare_tokenizer import whole_tokenizer
-from nanovllm.weights.checkpoint import locate
+from nanovllm.weights.checkpoint import Checkpoint, locate
 from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -64,16 +64,7 @@ class LLMEngine:
         self.ranks = ranks or (Leader(config, checkpoint.config, device) if size > 1 else Ranks())
         self.kernels = _resolve_kernels(config, device, checkpoint.config.use_custom_kernels)
         logger.info("kernels: %s", self.kernels.summary())
-        self.tokenizer: Any = None
-        source = config.tokenizer or checkpoint.path
-        if not config.skip_tokenizer_init and source is not None:
-            self.tokenizer = load_tokenizer(source)
-            if self.tokenizer is None:
-                if checkpoint.format != "dummy" or config.tokenizer:
-                    raise ValueError(
-                        f"{source} holds no tokenizer; pass tokenizer= a directory that does, or"
-                        " skip_tokenizer_init=True to serve token ids"
-                    )
+        self.tokenizer = _load_tokenizer(config, checkpoint)
         path = checkpoint.path
         has_files = path is not None and path.is_dir()
         ends = eos_token_ids(path if path and has_files else checkpoint.config.raw, self.tokenizer)
@@ -111,11 +102,6 @@ class LLMEngine:
         return whole_tokenizer(self.tokenizer)
 
     @property
-    def prompts(self) -> PromptReader:
-        """What turns prompts to token ids."""
-        return self.maker.prompts
-
-    @property
     def has_unfinished(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._inbox) or self.scheduler.has_unfinished or bool(self._in_flight)
@@ -150,7 +136,7 @@ class LLMEngine:
         offline: only the time when all of them have ended matters, not that of their first tokens. Their prompts may
             then be computed late (`engine/fast/piggyback.py`), and those with the longest outputs start first.
         """
-        if offline and self.scheduler.pacer is not None:
+        if offline and self.scheduler.piggyback is not None:
             requests = tuple(sorted(requests, key=self._longest_output, reverse=True))
         for request in requests:
             request.offline = offline
@@ -253,8 +239,8 @@ class LLMEngine:
         for prompt in result.prompt_logprobs:
             self._read_prompt_logprobs(prompt)
         grown = self.scheduler.update(result.step, token_ids)
-        logprobs, row_of = result.logprobs, {}
-        if logprobs is not None:
+        row_of: dict[Sequence, int] = {}
+        if result.logprobs is not None:
             row_of = {seq: row for row, seq in enumerate(result.step.sampling)}
         requests: dict[Request, None] = {}
         ended = []
@@ -262,19 +248,8 @@ class LLMEngine:
         for seq in grown:
             request, completion = completions[seq]
             requests[request] = None
-            # Most tokens are only counted: nothing needs the text of a sequence that goes on.
-            if completion.is_watched:
-                if completion.logprobs is not None and logprobs is not None:
-                    completion.logprobs.append(logprobs.row(row_of[seq], seq.params.logprobs or 0, request.token_text))
-                stop = completion.append(seq.token_ids[-1])
-                if stop is not None:
-                    self.scheduler.finish(seq, "stop", stop)
-                    if seq.finish_reason == "length":  # the last token allowed completed the stop string
-                        seq.finish_reason, seq.stop_reason = "stop", stop
-                if request.incremental:
-                    request.notify()
-                if seq.constraint is not None and seq.constraint.error is not None and not seq.finished:
-                    self._end_early(request, seq, seq.constraint)
+            if completion.is_watched:  # others are only counted: nothing needs the text of a sequence that goes on
+                self._watch(request, completion, result.logprobs, row_of.get(seq, 0))
             if request.first_token_time is None or seq.finished:
                 request.note_token()
                 if seq.finished:
@@ -283,6 +258,21 @@ class LLMEngine:
             completions[seq][0].notify()
             del completions[seq]
         return list(requests)
+
+    def _watch(self, request: Request, completion: Completion, logprobs: LogprobsTensors | None, row: int) -> None:
+        """Look at a token that a completion got: its log-probabilities, stop strings, and the end of a constraint."""
+        seq = completion.seq
+        if completion.logprobs is not None and logprobs is not None:
+            completion.logprobs.append(logprobs.row(row, seq.params.logprobs or 0, request.token_text))
+        stop = completion.append(seq.token_ids[-1])
+        if stop is not None:
+            self.scheduler.finish(seq, "stop", stop)
+            if seq.finish_reason == "length":  # the last token allowed completed the stop string
+                seq.finish_reason, seq.stop_reason = "stop", stop
+        if request.incremental:
+            request.notify()
+        if seq.constraint is not None and seq.constraint.error is not None and not seq.finished:
+            self._end_early(request, seq, seq.constraint)
 
     def _end_early(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
         logger.warning("request %d ends early: %s", request.request_id, constraint.error)
@@ -317,6 +307,20 @@ class LLMEngine:
                 request.failure = failure
                 request.notify()
                 del self._completions[seq]
+
+
+def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
+    """The transformers tokenizer; None if none is wanted, or dummy weights have none."""
+    source = config.tokenizer or checkpoint.path
+    if config.skip_tokenizer_init or source is None:
+        return None
+    tokenizer = load_tokenizer(source)
+    if tokenizer is None and (checkpoint.format != "dummy" or config.tokenizer):
+        raise ValueError(
+            f"{source} holds no tokenizer; pass tokenizer= a directory that does, or skip_tokenizer_init=True to serve"
+            " token ids"
+        )
+    return tokenizer
 
 
 def _resolve_kernels(config: EngineConfig, device: torch.device, model_choice: bool | None) -> Kernels:

@@ -40,7 +40,7 @@ class Scheduler:
         max_num_batched_tokens: the most tokens in a step.
         max_model_len: the longest prompt plus output; the cache must hold at least one such sequence.
         eos_token_ids: tokens that end a sequence unless its `ignore_eos` is set.
-        pacer: decides how many prompt tokens a step takes; None: as many as fit.
+        piggyback: decides how many prompt tokens a step takes; None: as many as fit.
         reserve_tokens_ahead: see `DecodeRun`.
     """
 
@@ -51,7 +51,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
-        pacer: Piggyback | None = None,
+        piggyback: Piggyback | None = None,
         reserve_tokens_ahead: int = 0,
     ) -> None:
         assert block_manager.num_blocks >= block_manager.blocks_needed(max_model_len), "a lone sequence must fit"
@@ -60,7 +60,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.pacer = pacer
+        self.piggyback = piggyback
         self.reserve_tokens_ahead = reserve_tokens_ahead
         self.num_preemptions = 0
         self.waiting: OrderedDict[Sequence, None] = OrderedDict()
@@ -89,8 +89,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, seq: Sequence) -> None:
-        if self.pacer is not None and not self.has_unfinished:
-            self.pacer.started()
+        if self.piggyback is not None and not self.has_unfinished:
+            self.piggyback.started()
         seq.max_len = seq.params.most_tokens(seq.prompt_len, self.max_model_len)
         seq.stop_ids = frozenset(seq.params.stop_token_ids or ()) | (
             frozenset() if seq.params.ignore_eos else self.eos_token_ids
@@ -118,11 +118,11 @@ class Scheduler:
         return bool(self.waiting and self._free_seq_slots and not self._head_lacks_blocks)
 
     def _budget(self) -> StepBudget:
-        if self.pacer is None:
+        if self.piggyback is None:
             return StepBudget(self.max_num_batched_tokens)
         running = [seq for seq in self.running if not self._at_end(seq)]
         waiting = self.waiting if self._may_admit() else ()
-        return self.pacer.budget(running, waiting, self.max_num_batched_tokens)
+        return self.piggyback.budget(running, waiting, self.max_num_batched_tokens)
 
     def _schedule_running(self, budget: StepBudget) -> list[ScheduledSequence]:
         parts: list[ScheduledSequence] = []
@@ -208,8 +208,8 @@ class Scheduler:
         elif seq in self.waiting:
             del self.waiting[seq]
             self._head_lacks_blocks = False  # the next one may need fewer blocks
-        if self.pacer is not None:
-            self.pacer.ended(seq, reason)
+        if self.piggyback is not None:
+            self.piggyback.ended(seq, reason)
         seq.end(reason, stop_reason)
 
     def _take(self, seq: Sequence, num_tokens: int, piggyback: bool, admitted: bool = False) -> ScheduledSequence:

@@ -78,8 +78,7 @@ def simulated_engine(
     piggyback=None,
 ):
     """piggyback: the sizes of steps with piggybacked prompts; None: there are none."""
-    pacer = None if piggyback is None else Piggyback(max_num_seqs, piggyback)
-    runner = SimulatedRunner(num_blocks, budget, max_model_len, pacer)
+    runner = SimulatedRunner(num_blocks, budget, max_model_len, piggyback and Piggyback(max_num_seqs, piggyback))
     engine = LLMEngine(
         EngineConfig(
             "smollm2-135m", load_format="dummy", skip_tokenizer_init=True, kvcache_block_size=BLOCK,

@@ -159,9 +159,14 @@ class Simulation:
         reserve_tokens_ahead=32,
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, caching)
-        pacer = None if piggyback is None else Piggyback(max_num_seqs, piggyback)
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs, budget, max_model_len, (EOS,), pacer, reserve_tokens_ahead
+            self.blocks,
+            max_num_seqs,
+            budget,
+            max_model_len,
+            (EOS,),
+            piggyback and Piggyback(max_num_seqs, piggyback),
+            reserve_tokens_ahead,
         )
         self.device = Device(block_size)
         self.steps_ahead = steps_ahead
@@ -272,3 +277,16 @@ class Simulation:
         if not seq.finished:
             state = "waiting" if seq.status is SequenceStatus.WAITING else "running"
             self.seen.add(f"{what} while {state}" + (" with a token in flight" if seq.num_pending else ""))
+
+
+def random_load(sim: Simulation, rng: random.Random, count: int = 14) -> None:
+    """Requests of prompts that begin alike, ends that are read late, and aborts; until all have ended."""
+    for i in range(count):
+        prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][: rng.randint(1, 12)] + [rng.randint(0, 1)] * rng.randint(0, 2)
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 20), ignore_eos=rng.random() < 0.7, prompt_logprobs=rng.choice((None, None, 1))
+        )
+        seq = sim.add(prompt, params, seed=i, stop_at=rng.choice((None, None, 3)))
+        for _ in range(rng.randint(0, 5)):
+            sim.step(abort=seq if rng.random() < 0.05 else None)
+    sim.drain()

@@ -17,6 +17,7 @@ TEXTS = [
     " \n\t  spaces ",
     "a\u0301\u0302e",
     "<|user|>hi<|end|>there",
+    "a , b . do n't",
 ]
 
 
@@ -53,11 +54,6 @@ TOKENIZERS = {"byte-level": tiny.tokenizer(), "sentencepiece": sentencepiece(), 
 BYTES = ["byte-level", "sentencepiece"]
 
 
-@pytest.fixture(params=BYTES)
-def tokenizer(request):
-    return TOKENIZERS[request.param]
-
-
 def decode(tokenizer, token_ids, skip):
     return TextDecoder(tokenizer).decode(token_ids, skip)
 
@@ -79,17 +75,6 @@ def feed(tokenizer, token_ids, **options):
     return [*texts, detokenizer.text], stop
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_grows_to_the_text_in_whole_characters(tokenizer, text):
-    for skip in (True, False):
-        token_ids = encode(tokenizer, text)
-        texts, _ = feed(tokenizer, token_ids, skip_special_tokens=skip)
-        assert texts[-1] == decode(tokenizer, token_ids, skip)
-        for piece in texts:
-            assert "\ufffd" not in piece and texts[-1].startswith(piece)
-    assert texts[-1] == text
-
-
 def test_a_character_of_several_tokens_comes_with_its_last():
     token_ids = encode(tiny.tokenizer(), "é🤦")
     assert len(token_ids) == 6
@@ -102,20 +87,22 @@ def test_the_end_takes_what_was_kept_back():
     assert texts[-2:] == ["a", "a\ufffd"] and texts[-1] == decode(tiny.tokenizer(), token_ids, True)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.text(max_size=30))
-def test_any_text(text):
-    """What is valid is decoded as the tokenizer does it."""
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=30) | st.sampled_from(TEXTS), st.booleans())
+def test_any_text(text, skip):
+    """It grows in whole characters, and is decoded as the tokenizer does it, without a clean-up of spaces."""
     for name in BYTES:
         tokenizer = TOKENIZERS[name]
         token_ids = encode(tokenizer, text)
-        texts, _ = feed(tokenizer, token_ids)
-        assert texts[-1] == decode(tokenizer, token_ids, True) == tokenizer.decode(token_ids, skip_special_tokens=True)
+        texts, _ = feed(tokenizer, token_ids, skip_special_tokens=skip)
+        theirs = tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert texts[-1] == decode(tokenizer, token_ids, skip) == theirs
         assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:]))
+        assert "\ufffd" in text or not any("\ufffd" in piece for piece in texts)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_a_stream_and_decoding_at_once_agree_on_any_tokens(name, data, skip):
     """Also on bytes that are no characters, and on ids that no token has."""
@@ -172,11 +159,6 @@ def test_a_long_run_of_invalid_bytes_takes_time_in_proportion(name):
         assert texts[-1] == decode(tokenizer, token_ids, True)
 
 
-def test_no_clean_up_of_spaces():
-    text = "a , b . do n't"
-    assert feed(tiny.tokenizer(), encode(tiny.tokenizer(), text))[0][-1] == text
-
-
 # ------------------------------------------------------------------------------------------------ stop strings
 
 
@@ -188,23 +170,13 @@ def stopped(text, stop, **options):
 @pytest.mark.parametrize(
     "text, stop, expected",
     [
-        ("hello world", ["wo"], ("hello ", "wo")),
-        (
-            "hello world",
-            ["o w"],
-            ("hell", "o w"),
-        ),  # over several tokens, from the middle of one to the middle of another
-        ("hello world", ["hello"], ("", "hello")),
-        ("hello world", ["d"], ("hello worl", "d")),
+        ("hello world", ["o w"], ("hell", "o w")),  # from the middle of a token to the middle of another
         ("hello world", ["x"], ("hello world", None)),
-        ("hello world", ["rld", "or"], ("hello w", "or")),
         ("hello world", ["world", "wor"], ("hello ", "wor")),  # complete first
         ("ab", ["b", "ab"], ("", "ab")),  # complete with one token: the earlier one
-        ("ab", ["a", "ab"], ("", "a")),  # at the same place too: the user's order
-        ("ab", ["ab", "a"], ("", "ab")),
+        ("ab", ["ab", "a"], ("", "ab")),  # at the same place too: the user's order
         ("xyxyxz", ["xyxz"], ("xy", "xyxz")),
         ("naïve 🤦 ok", ["🤦"], ("naïve ", "🤦")),
-        ("one\n\ntwo", ["\n\n"], ("one", "\n\n")),
     ],
 )
 def test_stop_strings_end_the_text(text, stop, expected):
@@ -227,7 +199,7 @@ def test_a_stop_string_in_what_was_kept_back_is_found_at_the_end():
     assert (texts[-1], found) == ("a", "\ufffd")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.text("ab é\n", max_size=25),
     st.lists(st.text("ab é\n", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -246,7 +218,7 @@ def test_stop_strings_against_searching_the_whole_text(text, stop, include):
     assert stopped(text, stop, include_stop=include) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.text("abé ", max_size=25), st.lists(st.text("abé ", min_size=1, max_size=5), max_size=3), st.booleans())
 def test_what_is_settled_is_never_taken_back(text, stop, include):
     detokenizer = Detokenizer(TextDecoder(tiny.tokenizer()), stop=stop, include_stop=include)

@@ -56,7 +56,7 @@ def make_prompts(vocab_size: int) -> list[list[int]]:
     return [*(draw(n) for n in lengths), *(shared + draw(n) for n in (1, 5, 20)), shared[:32], shared[:33]]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def model(request, tmp_path_factory):
     """(directory, transformers model, prompts, their expected continuations)"""
     architecture, overrides = MODELS[request.param]
@@ -83,28 +83,33 @@ def tokens(llm: LLM, prompts) -> list[list[int]]:
     return outputs
 
 
+MODES = {
+    "one at a time, eager": dict(enforce_eager=True, max_num_seqs=1),
+    "async": dict(async_scheduling=True),
+    "chunked": dict(async_scheduling=False, max_num_batched_tokens=7),
+    "chunked, async": dict(async_scheduling=True, max_num_batched_tokens=19, max_num_seqs=5),
+    "no prefix cache": dict(enable_prefix_caching=False, max_num_seqs=3),
+    "preempted": dict(num_kvcache_blocks=9, max_model_len=140),
+    "preempted, async": dict(num_kvcache_blocks=9, max_model_len=140, async_scheduling=True),
+}
+
+
 @pytest.mark.parametrize(
-    "kwargs",
-    [
-        pytest.param(dict(enforce_eager=True), id="eager"),
-        pytest.param(dict(async_scheduling=True), id="async"),
-        pytest.param(dict(async_scheduling=False, max_num_batched_tokens=7), id="chunked"),
-        pytest.param(dict(async_scheduling=True, max_num_batched_tokens=19, max_num_seqs=5), id="chunked-async"),
-        pytest.param(dict(enable_prefix_caching=False, max_num_seqs=3), id="three-at-a-time"),
-        pytest.param(dict(num_kvcache_blocks=9, max_model_len=140), id="preempted"),
-        pytest.param(dict(num_kvcache_blocks=9, max_model_len=140, async_scheduling=True), id="preempted-async"),
-    ],
+    "model, mode",
+    [(name, "preempted, async") for name in MODELS]
+    + [("qwen3-gqa2", mode) for mode in MODES if mode != "preempted, async"],
+    indirect=["model"],
 )
-def test_greedy_equals_transformers(model, kwargs):
+def test_greedy_equals_transformers(model, mode):
     directory, _, prompts, expected = model
-    llm = engine(directory, **kwargs)
+    llm = engine(directory, **MODES[mode])
     assert tokens(llm, prompts) == expected
-    if "num_kvcache_blocks" in kwargs:
-        assert llm.engine.scheduler.num_preemptions > 0
+    assert (llm.engine.scheduler.num_preemptions > 0) == ("num_kvcache_blocks" in MODES[mode])
     assert tokens(llm, list(reversed(prompts))) == list(reversed(expected))  # now with a warm prefix cache
 
 
 @pytest.mark.gpu  # without one, the interpreter has a test of its own
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_greedy_with_custom_kernels_on_and_off(model):
     directory, _, prompts, expected = model
     on, off = engine(directory), engine(directory, use_custom_kernels=False)
@@ -112,33 +117,7 @@ def test_greedy_with_custom_kernels_on_and_off(model):
     assert tokens(on, prompts) == tokens(off, prompts) == expected
 
 
-def test_greedy_one_at_a_time(model):
-    directory, _, prompts, expected = model
-    llm = engine(directory)
-    assert [tokens(llm, [p])[0] for p in prompts] == expected
-
-
-def test_abort_leaves_the_others_alone(model):
-    directory, _, prompts, expected = model
-    llm = engine(directory, async_scheduling=True, max_num_batched_tokens=64)
-    requests = [llm.engine.add_request(p, GREEDY) for p in prompts]
-    for step in range(1000):
-        if step == 9:
-            llm.engine.abort(requests[1])
-            llm.engine.abort(requests[-1])
-        llm.engine.step()
-        llm.engine.scheduler.check()
-        if not llm.engine.has_unfinished:
-            break
-    for i, request in enumerate(requests):
-        got = request.output()["token_ids"]
-        if i in (1, len(requests) - 1):
-            assert request.output()["finish_reason"] == "abort"
-            assert got == expected[i][: len(got)]
-        else:
-            assert got == expected[i]
-
-
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_logits_equal_transformers(model):
     directory, reference, prompts, _ = model
     check_logits(engine(directory), reference, prompts)

@@ -21,11 +21,11 @@ make = partial(small_engine.make, num_kvcache_blocks=24, max_num_seqs=6, enforce
 
 @pytest.mark.parametrize("failures", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_random_load(monkeypatch, asynchronous, failures):
+def test_random_load(asynchronous, failures):
     """Whatever happens to the others, whoever is not aborted gets its own tokens, and all is given back."""
     sizes = PiggybackSizes(totals=(8, 12, 20), row_multiple=2, min_tokens=2, min_tokens_at_once=4, max_pieces=2)
     seen = set()
-    for seed in range(60):
+    for seed in range(40):
         rng, piggyback = random.Random(seed), sizes if seed % 2 == 1 else None
         engine = simulated_engine(
             num_blocks=rng.randint(4, 9), budget=rng.randint(1, 60), max_num_seqs=rng.randint(1, 5),
@@ -80,26 +80,6 @@ def test_random_load(monkeypatch, asynchronous, failures):
     assert seen == {"piggybacked"} | ({"failed", "survived"} if failures else set())
 
 
-@pytest.mark.parametrize("when", ["launch", "read"])
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_failure_ends_what_ran_and_nothing_else(monkeypatch, when, asynchronous):
-    engine = simulated_engine(max_num_seqs=1, asynchronous=asynchronous)
-    prompt = DOCUMENTS[0][:40]
-    runs, waits = (engine.add_request(prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=1)) for _ in range(2))
-    engine.step()
-    engine.step()
-    engine.runner.fail_next = when
-    with pytest.raises(Broken):
-        engine.step()
-        engine.step()
-    assert runs.finished and runs.output()["finish_reason"] == "abort" and not waits.finished
-    drain(engine)
-    assert waits.output()["token_ids"] == expected_output(prompt, 1, waits.params, 64)[0]
-    # What the failed step should have written is not found by anyone: waits computed its whole prompt.
-    assert waits.output().metrics.num_cached_tokens == 0
-    assert_clean(engine)
-
-
 @pytest.mark.parametrize("asynchronous, launched_at_first_result", [(False, 1), (True, 2)])
 def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch, asynchronous, launched_at_first_result):
     engine = simulated_engine(asynchronous=asynchronous)
@@ -114,7 +94,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch, asynch
     assert len(launched) == 5
 
 
-def test_a_step_with_nothing_to_do(monkeypatch):
+def test_a_step_with_nothing_to_do():
     engine = simulated_engine()
     assert engine.step() == [] and not engine.has_unfinished
 
@@ -142,7 +122,7 @@ def test_a_failure_while_a_preempted_sequence_waits_for_its_token(monkeypatch):
     assert_clean(engine)
 
 
-def test_abort_of_a_finished_request_changes_nothing(monkeypatch):
+def test_abort_of_a_finished_request_changes_nothing():
     engine = simulated_engine()
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
     drain(engine)
@@ -220,23 +200,6 @@ def test_greedy_tokens_while_others_are_aborted(llm, reference):
             )
         else:
             assert output["token_ids"] == expected
-
-
-def test_no_extra_token_of_a_finished_request_is_seen(directory, reference):
-    """With asynchronous scheduling one token too many is computed; here its slot and blocks go to the next in line."""
-    llm = make(directory, async_scheduling=True, max_num_seqs=2, num_kvcache_blocks=10)
-    prompts = random_prompts([20, 18, 30, 25, 16])
-    expected = [tiny.greedy(reference, p, 12) for p in prompts]
-    params = [
-        SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[tokens[i + 1]])
-        for i, tokens in enumerate(expected)
-    ]
-    for tokens, out, p in zip(expected, llm.generate(prompts, params, use_tqdm=False), params):
-        first = tokens.index(p.stop_token_ids[0])
-        assert out["token_ids"] == tokens[: first + 1]
-        assert (out["finish_reason"], out["stop_reason"]) == ("stop", p.stop_token_ids[0])
-    drain(llm.engine)  # the last extra token is still in flight
-    assert_clean(llm.engine)
 
 
 def test_min_tokens_bans_end_tokens_until_then(llm, reference):

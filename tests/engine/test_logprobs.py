@@ -99,7 +99,7 @@ def test_logprobs_of_different_widths_in_one_batch(llm):
     assert [len(r) for r in outs[1]["logprobs"]] == [1, 1, 1] and all(len(r) in (4, 5) for r in outs[2]["logprobs"])
 
 
-@pytest.mark.parametrize("length", [1, 2, 16, 41, 90])
+@pytest.mark.parametrize("length", [1, 16, 90])
 def test_prompt_logprobs_over_chunks_and_cached_prefixes(llm, reference, length):
     (prompt,) = random_prompts([length], seed=length)
     generate(llm, [prompt], SamplingParams(max_tokens=1))  # its prefix is in the cache now

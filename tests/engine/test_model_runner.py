@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 import weakref
 from functools import partial
 
@@ -14,6 +15,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS
 from nanovllm.engine.model_setup import run_largest_steps
+from nanovllm.hardware import devices
 from tests.engine import small_engine
 
 make = partial(small_engine.make, max_model_len=700, max_num_seqs=20, max_num_batched_tokens=None)
@@ -107,3 +109,50 @@ def test_a_second_engine_starts_in_the_same_process(directory):
             assert torch.cuda.memory_allocated() < before / 10
         finally:
             gc.enable()
+
+
+PROMPTS = [[1, 2, 3], list(range(40)), [5] * 17]
+PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=40 + i, ignore_eos=True) for i in range(len(PROMPTS))]
+
+
+def tokens(llm):
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.mark.gpu
+def test_on_device_makes_the_gpu_current_and_puts_back_what_was():
+    last = torch.device("cuda", torch.cuda.device_count() - 1)
+    with torch.cuda.device(0):
+        with devices.on_device(last):
+            assert torch.cuda.current_device() == last.index
+        assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_engines_on_two_gpus_give_the_tokens_of_each_alone(directory):
+    """Their steps in turns from one thread, with a wrong GPU current, and each from a thread of its own."""
+    llms = [make(directory, device=f"cuda:{i}", max_model_len=128) for i in range(2)]
+    alone = []
+    for i, llm in enumerate(llms):
+        with torch.cuda.device(i):
+            alone.append(tokens(llm))
+    assert alone[0] == alone[1]
+
+    for current in range(2):
+        with torch.cuda.device(current):
+            requests = [[llm.engine.add_request(*pair) for pair in zip(PROMPTS, PARAMS)] for llm in llms]
+            while any(llm.engine.has_unfinished for llm in llms):
+                for llm in llms:
+                    llm.engine.step()
+            for expected, of_one in zip(alone, requests):
+                assert [request.completions[0].seq.output_token_ids for request in of_one] == expected
+            assert torch.cuda.current_device() == current
+
+    found = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: tokens(llms[i])})) for i in range(2)]
+    for thread in threads:  # in a new thread GPU 0 is current
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found.get(i) for i in range(2)] == alone

@@ -6,7 +6,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.sampling_params import SamplingParams
-from tests.engine.simulation import DOCUMENTS, EOS, Simulation, expected_output
+from tests.engine.simulation import Simulation
 
 ENDLESS = SamplingParams(max_tokens=100, ignore_eos=True)
 
@@ -23,15 +23,6 @@ def test_first_come_first_served_under_the_token_budget():
     # Those that run come first; the third goes on with what is left of its prompt.
     assert parts(sim.step()) == [(0, 3, 1, True), (1, 4, 1, True), (2, 1, 5, True)]
     assert parts(sim.step()) == [(0, 4, 1, True), (1, 5, 1, True), (2, 6, 1, True)]
-
-
-def test_at_most_max_num_seqs_run():
-    sim = Simulation(max_num_seqs=2, budget=100, num_blocks=64)
-    for _ in range(3):
-        sim.add([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
-    assert [p[0] for p in parts(sim.step())] == [1, 0]  # the second shares a block, so it has one token to compute
-    assert [p[0] for p in parts(sim.step())] == [0, 1]
-    assert [p[0] for p in parts(sim.step())] == [2]
 
 
 def test_the_last_admitted_is_preempted_and_keeps_its_output():
@@ -85,41 +76,6 @@ def test_a_preempted_prompt_finds_its_blocks_again():
     sim.drain()
 
 
-def test_a_sequence_preempted_with_a_token_in_flight_waits_for_it():
-    sim = Simulation(block_size=2, num_blocks=4, max_model_len=8, budget=8, caching=False, steps_ahead=1)
-    sim.add([1, 2, 0], ENDLESS)
-    second = sim.add([1, 2, 1], ENDLESS)
-    while not sim.scheduler.num_preemptions:
-        sim.step()
-    assert "preempted with a token in flight" in sim.seen
-    assert second.status is SequenceStatus.WAITING and second.num_output_tokens == 2
-    sim.drain()
-
-
-def test_a_reset_in_the_midst_of_an_admission(monkeypatch):
-    sim = Simulation(block_size=2, num_blocks=8, max_model_len=8, steps_ahead=1)
-    first, second = (sim.add([1, 2, seed], SamplingParams(max_tokens=3, ignore_eos=True), seed) for seed in range(2))
-    admit, admitted = sim.blocks.admit, []
-
-    def interrupted(*args):
-        admitted.append(admit(*args))
-        if len(admitted) == 2:
-            raise KeyboardInterrupt
-        return admitted[-1]
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sim.blocks, "admit", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            sim.step()
-    assert second.block_table and list(sim.scheduler.waiting) == [second]
-    sim.scheduler.reset()
-    sim.scheduler.check()
-    assert sim.blocks.num_free_blocks == 8 and list(sim.scheduler.waiting) == [second] and not sim.scheduler.running
-    first.end("abort")
-    sim.drain()
-    assert second.finish_reason == "length"
-
-
 def test_a_sequence_that_was_never_added_can_be_ended():
     sim = Simulation()
     seq = Sequence(0, [1, 2], ENDLESS, 0)
@@ -148,17 +104,6 @@ def test_a_sequence_at_its_end_computes_nothing_more_while_its_last_token_is_in_
     assert parts(sim.step()) == [(0, 3, 1, True)]
     assert sim.step() is None  # only reads
     assert "dropped a token" not in sim.seen
-
-
-def test_one_token_too_many_is_dropped_when_the_end_is_read_late():
-    sim = Simulation(steps_ahead=1, num_blocks=32, max_model_len=32)
-    prompt = next(
-        [a, b, c] for a in range(1, 7) for b in range(1, 7) for c in range(1, 7)
-        if len(expected_output([a, b, c], 0, SamplingParams(max_tokens=20), 32)[0]) == 3
-    )  # fmt: skip
-    seq = sim.add(prompt, SamplingParams(max_tokens=20))
-    sim.drain()
-    assert seq.output_token_ids[-1] == EOS and seq.num_output_tokens == 3 and "dropped a token" in sim.seen
 
 
 def test_a_run_of_decodes_goes_on_until_something_changes():
@@ -259,34 +204,6 @@ def test_a_whole_cached_prompt_computes_its_last_block_again():
     assert parts(sim.step()) == [(1, 2, 2, True)]
     assert again.num_cached_tokens == 2
     sim.drain()
-
-
-@pytest.mark.parametrize("steps", range(5))
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_abort_at_any_time_leaves_the_others_alone(steps, steps_ahead):
-    sim = Simulation(budget=4, steps_ahead=steps_ahead)
-    seqs = [sim.add(DOCUMENTS[0][:6], ENDLESS, seed=i) for i in range(4)]
-    for _ in range(steps):
-        sim.step()
-    sim.abort(seqs[1])
-    sim.abort(seqs[1])  # once more changes nothing
-    assert seqs[1].finish_reason == "abort"
-    sim.drain()
-    assert [s.finish_reason for s in seqs] == ["length", "abort", "length", "length"]
-
-
-def test_stop_reasons():
-    sim = Simulation(num_blocks=64, max_model_len=64, max_num_seqs=8, budget=64)
-    base = dict(max_tokens=30)
-    eos = sim.add([1, 2], SamplingParams(**base))
-    by_id = sim.add([1, 2], SamplingParams(**base, ignore_eos=True, stop_token_ids=[EOS]))
-    late = sim.add([1, 2], SamplingParams(**base, min_tokens=30))
-    long = sim.add([1, 2], SamplingParams(max_tokens=100, ignore_eos=True))
-    sim.drain()
-    assert (eos.finish_reason, eos.stop_reason, eos.token_ids[-1]) == ("stop", None, EOS)
-    assert (by_id.finish_reason, by_id.stop_reason, by_id.token_ids) == ("stop", EOS, eos.token_ids)
-    assert late.num_output_tokens == 30
-    assert (long.finish_reason, len(long.token_ids)) == ("length", 64)
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused():

@@ -2,63 +2,11 @@
 
 import random
 
-import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-
 from nanovllm.engine.fast.policy import PiggybackSizes
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.simulation import DOCUMENTS, Simulation
 
 SMALL_SIZES = PiggybackSizes(totals=(4, 6), row_multiple=2, min_tokens=1, min_tokens_at_once=2, max_pieces=2)
-
-
-@st.composite
-def setups(draw):
-    block_size = draw(st.integers(1, 4))
-    max_model_len = draw(st.integers(4, 24))
-    return dict(
-        block_size=block_size,
-        max_model_len=max_model_len,
-        num_blocks=-(-max_model_len // block_size) + draw(st.integers(0, 8)),
-        max_num_seqs=draw(st.integers(1, 5)),
-        budget=draw(st.integers(1, 12)),
-        steps_ahead=draw(st.integers(0, 1)),
-        caching=draw(st.booleans()),
-        piggyback=draw(st.sampled_from((None, SMALL_SIZES))),
-    )
-
-
-@st.composite
-def requests(draw):
-    max_tokens = draw(st.integers(1, 14))
-    return dict(
-        length=draw(st.integers(1, 23)),
-        document=draw(st.integers(0, len(DOCUMENTS) - 1)),
-        own_end=draw(st.integers(0, 3)),
-        copies=draw(st.sampled_from((1, 1, 1, 2, 3))),
-        seed=draw(st.integers(0, 3)),
-        stop_at=draw(st.none() | st.integers(1, 6)),
-        offline=draw(st.sampled_from((True, True, True, False))),
-        params=SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=draw(st.integers(0, max_tokens)),
-            ignore_eos=draw(st.booleans()),
-            stop_token_ids=draw(st.sampled_from(((), (), (3,)))),
-            prompt_logprobs=draw(st.sampled_from((None, None, None, 1))),
-        ),
-    )
-
-
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), requests()),
-        st.tuples(st.just("abort"), st.integers(0, 30)),
-        st.tuples(st.just("abort in flight"), st.integers(0, 30)),
-        st.tuples(st.just("step"), st.integers(1, 6)),
-    ),
-    max_size=30,
-)
 
 
 def drive(setup, operations):
@@ -82,14 +30,8 @@ def drive(setup, operations):
     return sim
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(setups(), OPERATIONS)
-def test_every_request_gets_its_own_tokens_and_gives_everything_back(setup, operations):
-    drive(setup, operations)
-
-
 def random_case(rng):
-    """One case of the property above, denser than hypothesis makes them."""
+    """A cache and limits, and what is done to a scheduler with them."""
     block_size, max_model_len = rng.randint(1, 4), rng.randint(4, 24)
     setup = dict(
         block_size=block_size,
@@ -127,9 +69,9 @@ def random_case(rng):
     return setup, operations
 
 
-def test_random_load_reaches_every_situation():
+def test_every_request_gets_its_own_tokens_and_gives_everything_back():
     seen = set()
-    for seed in range(250):
+    for seed in range(400):
         seen |= drive(*random_case(random.Random(seed))).seen
     assert seen >= {
         "preempted", "preempted with a token in flight", "resumed", "prefix hit", "chunked", "mixed", "dropped a token",
@@ -159,18 +101,3 @@ def test_offline_load_is_piggybacked_in_every_situation():
         sim.drain()
         seen |= sim.seen
     assert seen >= {"piggybacked", "piggybacked when resumed", "piggybacked with one token"}
-
-
-@pytest.mark.parametrize("steps_ahead", [0, 1])
-def test_tokens_do_not_depend_on_how_tight_things_are(steps_ahead):
-    outputs = []
-    for setup in (
-        dict(num_blocks=200, max_num_seqs=8, budget=500),
-        dict(num_blocks=8, max_num_seqs=3, budget=5),
-        dict(num_blocks=8, max_num_seqs=1, budget=1, caching=False),
-    ):
-        sim = Simulation(**setup, max_model_len=16, steps_ahead=steps_ahead)
-        seqs = [sim.add(DOCUMENTS[i % 2][: 3 + i], SamplingParams(max_tokens=10), seed=i) for i in range(8)]
-        sim.drain()
-        outputs.append([s.output_token_ids for s in seqs])
-    assert outputs[0] == outputs[1] == outputs[2]

@@ -39,15 +39,14 @@ def shared(directory):
     ],
     ids=lambda v: str(v)[:30],
 )
-@pytest.mark.parametrize("company", [False, True])
-def test_a_bad_prompt_is_refused_and_nothing_was_started(llm, prompt, error, words, company):
-    if company and isinstance(prompt, list):
-        prompt = ["a good one", *prompt, "another"]
-        words = [word.replace("prompts[", "prompts[1]") for word in words]
-    with pytest.raises(error) as caught:
-        llm.generate(prompt, use_tqdm=False)
-    for word in words:
-        assert word in str(caught.value)
+def test_a_bad_prompt_is_refused_and_nothing_was_started(llm, prompt, error, words):
+    for company in (False, True):
+        if company and isinstance(prompt, list):
+            prompt = ["a good one", *prompt, "another"]
+            words = [word.replace("prompts[", "prompts[1]") for word in words]
+        with pytest.raises(error) as caught:
+            llm.generate(prompt, use_tqdm=False)
+        assert all(word in str(caught.value) for word in words)
 
 
 def test_numbers_beyond_what_the_device_counts_with(llm):

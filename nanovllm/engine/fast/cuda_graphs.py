@@ -117,16 +117,16 @@ class DecodeGraphs:
 
     def capture(
         self, launch: Callable[[StepShape], object], first_call: Callable[[StepShape], object],
-        brief: AbstractContextManager[None]
+        few_layers: AbstractContextManager[None]
     ) -> None:  # fmt: skip
         """Capture the steps that most engines need.
 
         Args:
             launch: runs a step of a shape on static buffers.
             first_call: as `launch`, for steps that are not captured and compute padding alone.
-            brief: entered for the first calls, such as `PagedModel.few_layers`.
+            few_layers: entered for the first calls, such as `PagedModel.few_layers`.
         """
-        with brief:
+        with few_layers:
             self._backend.first_calls(lambda: [first_call(shape) for shape in self._first_shapes()])
         shapes = self._shapes()
         for count, shape in enumerate(shapes, 1):

@@ -70,7 +70,7 @@ class DecodeRunner:
 
     # ---------------------------------------------------------------------------------------------- before serving
 
-    def visit(self, logits: torch.Tensor) -> None:
+    def run_every_shape(self, logits: torch.Tensor) -> None:
         """Run every step that will be captured, once. logits: as for `capture`."""
         buckets = self._buckets
         assert buckets is not None
@@ -82,17 +82,17 @@ class DecodeRunner:
         for shape in shapes:
             self._first_call(shape)
 
-    def capture(self, logits: torch.Tensor, backend: GraphBackend, brief: AbstractContextManager[None]) -> None:
+    def capture(self, logits: torch.Tensor, backend: GraphBackend, few_layers: AbstractContextManager[None]) -> None:
         """Capture the steps that can come.
 
         Args:
             logits: [max_num_seqs, vocab_size], which graphs that do not sample write to.
-            brief: entered for the first calls before the capture, such as `PagedModel.few_layers`.
+            few_layers: entered for the first calls before the capture, such as `PagedModel.few_layers`.
         """
         assert self._buckets is not None
         self.logits = logits
         graphs = DecodeGraphs(backend, self._buckets, self._modes)
-        graphs.capture(self._launch_shape, self._first_call, brief)
+        graphs.capture(self._launch_shape, self._first_call, few_layers)
         self.graphs = graphs
 
     def _first_call(self, shape: StepShape) -> None:

@@ -13,12 +13,11 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import current_group
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.fast.choice import by_context, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.cuda_graphs import CudaGraphs, GraphBackend
 from nanovllm.engine.fast.decode_runner import DecodeRunner
 from nanovllm.engine.fast.decode_state import DecodeState
 from nanovllm.engine.fast.piggyback import Piggyback
-from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.engine.fast.policy import FastPolicy, by_context, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
 from nanovllm.engine.fast.prefix_groups import PrefixGroups
 from nanovllm.engine.fast.step_shape import DecodeBuckets
@@ -124,21 +123,18 @@ class FastPaths:
         return DecodeState(paged, _advance_kernel() if self._sampling_kernel else None, prefixes, ring)
 
     def _capture(self, logits: torch.Tensor, paged: PagedModel, warm_up: WarmUp, timer: StartTimer) -> None:
-        visits: list[Callable[[torch.Tensor], None]] = []
-        if self.decoder is not None and self.enabled.decode_graphs:
-            visits.append(self.decoder.visit)
-        if self.prefill is not None and self.enabled.prefill_graphs:
-            visits.append(self.prefill.visit)
+        decoder = self.decoder if self.enabled.decode_graphs else None
+        prefill = self.prefill if self.enabled.prefill_graphs else None
         if self.enabled.warm_up and paged.device.type == "cuda":
-            warm_up.compile_ahead([partial(visit, logits) for visit in visits])
+            warm_up.compile_kernels([partial(r.run_every_shape, logits) for r in (decoder, prefill) if r is not None])
             timer.end("kernels")
         make = self.policy.graph_backend or CudaGraphs
         backend: GraphBackend = make(paged.device)
-        if self.decoder is not None and self.enabled.decode_graphs:
-            self.decoder.capture(logits, backend, paged.few_layers())
-        if self.prefill is not None and self.enabled.prefill_graphs:
+        if decoder is not None:
+            decoder.capture(logits, backend, paged.few_layers())
+        if prefill is not None:
             try:
-                self.prefill.capture(logits, backend, paged.few_layers())
+                prefill.capture(logits, backend, paged.few_layers())
             except Exception as e:
                 if current_group().size > 1:  # the other ranks go on with padded steps, of other sizes than this one's
                     raise

@@ -72,15 +72,15 @@ class PrefillRunner:
         """Sizes that are captured."""
         return len(self._graphs)
 
-    def capture(self, logits: torch.Tensor, backend: GraphBackend, brief: AbstractContextManager[None]) -> None:
+    def capture(self, logits: torch.Tensor, backend: GraphBackend, few_layers: AbstractContextManager[None]) -> None:
         """Capture every size; those of full steps only if there is memory for them.
 
         Args:
             logits: [max_num_seqs, vocab_size], written by the graphs.
-            brief: entered for the first calls before the capture, such as `PagedModel.few_layers`.
+            few_layers: entered for the first calls before the capture, such as `PagedModel.few_layers`.
         """
-        with brief:
-            backend.first_calls(lambda: self.visit(logits))
+        with few_layers:
+            backend.first_calls(lambda: self.run_every_shape(logits))
         self._logits = logits
         # The largest first, so that smaller ones fit into the memory that these have.
         for bucket in reversed(self.buckets):
@@ -98,7 +98,7 @@ class PrefillRunner:
         self.buckets = [bucket for bucket in self.buckets if smallest(int(bucket in self._graphs), device)]
         self._graphs = {bucket: self._graphs[bucket] for bucket in self.buckets}
 
-    def visit(self, logits: torch.Tensor) -> None:
+    def run_every_shape(self, logits: torch.Tensor) -> None:
         """Run every size once. logits: as for `capture`."""
         for bucket in self.buckets:
             self._runs.send(NOTHING, bucket)

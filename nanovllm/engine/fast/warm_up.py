@@ -42,21 +42,21 @@ class WarmUp:
         self._buckets = buckets
         self._limits = limits
 
-    def compile_ahead(self, visits: list[Callable[[], None]]) -> None:
+    def compile_kernels(self, captured_steps: list[Callable[[], None]]) -> None:
         """Compile what steps will launch, several kernels at a time, before they are run one by one and captured.
 
         A few layers stand for all.
 
         Args:
-            visits: each runs all steps of a kind that will be captured.
+            captured_steps: each runs all steps of a kind that will be captured.
         """
         from nanovllm.kernels.triton.parallel_compile import compiling_only
 
         sizes = [size for size in self._buckets.batch_sizes if size <= self._limits.max_num_batched_tokens - 3]
         try:
             with torch.inference_mode(), self._paged.few_layers(), compiling_only():
-                for visit in visits:
-                    visit()
+                for run_every_shape in captured_steps:
+                    run_every_shape()
                 # Steps that are too large for a graph: decodes have attention of their own there, with a plan for each
                 # size.
                 self._run([*SMALL_BATCHES, *((size, (3,)) for size in sizes)])

@@ -44,20 +44,11 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
         ([100] * 16, 100, [(2401, 90)], Pace(piggybacked=368)),
         ([100] * 16, 100, [(3680, 90)], Pace(piggybacked=368)),
         ([100] * 16, 100, [(3681, 90)], Pace(at_once=3681)),
-        (
-            [100] * 16,
-            100,
-            [(700, 100)],
-            Pace(at_once=1024),
-        ),  # would end after the others, and no fewer than this at once
+        # It would end after the others; no fewer than 1,024 tokens go at once.
+        ([100] * 16, 100, [(700, 100)], Pace(at_once=1024)),
         ([100] * 16, 100, [(700, 5000)], Pace(at_once=1024)),
         ([100] * 16, 100, [(60000, 100)], Pace(at_once=16384)),
-        (
-            [100] * 15,
-            100,
-            [(1200, 90), (1200, 90)],
-            Pace(piggybacked=240),
-        ),  # the first of them is a row, and there is one for it
+        ([100] * 15, 100, [(1200, 90), (1200, 90)], Pace(piggybacked=240)),  # the first is a row, and there is one
         ([100] * 16, 100, [(1200, 90), (1200, 90)], Pace(piggybacked=368)),  # it takes 16 of the other's tokens
         ([100] * 16, 100, [(1200, 90), (1200, 85)], Pace(piggybacked=240)),
         ([100] * 16, 100, [(1840, 90), (1840, 90)], Pace(at_once=1840)),
@@ -68,12 +59,8 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
         ([50] * 16 + [100] * 224, 100, [(320, 41)], Pace(piggybacked=144)),
         ([100] * 512, 100, [(1000, 10)], Pace(at_once=1024)),
         ([], 5, [(2000, 0)], Pace(at_once=2000)),  # nothing ends before the horizon
-        (
-            [],
-            None,
-            [(500, 100), (3312, 92), (600, 50)],
-            Pace(at_once=3812),
-        ),  # nobody decodes yet: the first of them sets the end
+        # Nobody decodes yet: the first of them sets the end.
+        ([], None, [(500, 100), (3312, 92), (600, 50)], Pace(at_once=3812)),
         ([], None, [(500, 100), (3312, 91), (600, 50)], Pace(at_once=1024)),
         ([], None, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to be piggybacked
         ([900] * 16, None, [(2000, 100), (500, 90)], Pace(at_once=2000)),  # those that decode are waited for by others
@@ -94,13 +81,20 @@ def test_prompts_that_lack_a_seq_slot_are_expected_to_wait_for_one():
     assert Piggyback(20).pace([3] + [1000] * 19, 1000, [(472, 996)], 16384) == Pace(at_once=1024)
 
 
+def go(scheduler, token=2):
+    """Run a step in which the first sequence samples `token`."""
+    step = scheduler.schedule()
+    scheduler.update(step, ([token] + [2] * len(step.sampling))[: len(step.sampling)])
+    return step
+
+
 def run(lengths, outputs, piggyback, offline=True, slots=512):
     """(steps with piggybacked prompts, all steps, tokens of prompts in each step at full speed) of sequences that
     all have their full output.
     """
     blocks = BlockManager(2000, 256, enable_prefix_caching=False)
-    pacer = Piggyback(slots)
-    scheduler = Scheduler(blocks, slots, 16384, 4096, (), pacer if piggyback else None, 32)
+    sizes = Piggyback(slots)
+    scheduler = Scheduler(blocks, slots, 16384, 4096, (), sizes if piggyback else None, 32)
     for i in sorted(range(len(lengths)), key=lambda i: -outputs[i]):
         seq = Sequence(i, [1] * lengths[i], SamplingParams(max_tokens=outputs[i], ignore_eos=True), 0)
         seq.offline = offline
@@ -108,23 +102,23 @@ def run(lengths, outputs, piggyback, offline=True, slots=512):
     piggybacked, steps, at_once = 0, 0, []
     while scheduler.has_unfinished:
         step = scheduler.schedule()
-        scheduler.check()
+        if steps % 50 == 0:  # it looks at every block
+            scheduler.check()
         steps += 1
         if step.kind is StepKind.PIGGYBACKED:
             piggybacked += 1
-            counts = pacer.token_counts(pacer.padded_rows(len(step.decodes)))
+            counts = sizes.token_counts(sizes.padded_rows(len(step.decodes)))
             assert all(part.decodes for part in step.decodes)
             assert sum(piece.num_tokens for piece in step.pieces) <= counts[-1]
-            assert len(step.pieces) <= pacer.sizes.max_pieces
+            assert len(step.pieces) <= sizes.sizes.max_pieces
         elif step.kind is StepKind.MIXED:
             at_once.append(step.num_tokens - step.num_decodes)
         scheduler.update(step, [2] * len(step.sampling))
     return piggybacked, steps, at_once
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_prompts_are_piggybacked_and_all_end_no_later(seed):
-    rng = random.Random(seed)
+def test_prompts_are_piggybacked_and_all_end_no_later():
+    rng = random.Random(0)
     lengths = [rng.randint(100, 1024) for _ in range(256)]
     outputs = [rng.randint(100, 1024) for _ in range(256)]
     _, steps, at_once = run(lengths, outputs, piggyback=False)
@@ -139,24 +133,19 @@ def test_where_slots_are_short_all_end_no_later():
     assert run(lengths, outputs, True, slots=20)[1] <= run(lengths, outputs, False, slots=20)[1] + 1
 
 
-@pytest.mark.parametrize("pacer", [None, Piggyback(8)])
-def test_a_prompt_whose_whole_does_not_fit_is_not_begun(pacer):
+@pytest.mark.parametrize("piggyback", [None, Piggyback(8)])
+def test_a_prompt_whose_whole_does_not_fit_is_not_begun(piggyback):
     """Its first piece would: it would be preempted, and begin again, for as long as the other runs."""
-    scheduler = Scheduler(BlockManager(20, 16, False), 8, 16384, 320, (), pacer)
+    scheduler = Scheduler(BlockManager(20, 16, False), 8, 16384, 320, (), piggyback)
     computed = 0
     for length, output in ((16, 200), (300, 10)):
         seq = Sequence(length, [1] * length, SamplingParams(max_tokens=output, ignore_eos=True), 0)
         seq.offline = True
         scheduler.add(seq)
-        for _ in range(2):
-            step = scheduler.schedule()
-            computed += step.num_tokens
-            scheduler.update(step, [2] * len(step.sampling))
+        computed += sum(go(scheduler).num_tokens for _ in range(2))
     while scheduler.has_unfinished:
-        step = scheduler.schedule()
+        computed += go(scheduler).num_tokens
         scheduler.check()
-        computed += step.num_tokens
-        scheduler.update(step, [2] * len(step.sampling))
     assert scheduler.num_preemptions == 0 and computed == 16 + 199 + 300 + 9
 
 
@@ -177,37 +166,26 @@ def test_equal_requests_and_streams_are_not_piggybacked():
 def test_a_stream_lets_all_prompts_go_at_once():
     scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (), Piggyback(512))
     add_offline(scheduler, 1000, range(500, 100, -20))
-
-    def go():
-        step = scheduler.schedule()
-        scheduler.update(step, [2] * len(step.sampling))
-        return step
-
-    go()
-    assert go().kind is StepKind.PIGGYBACKED and go().kind is StepKind.PIGGYBACKED
+    go(scheduler)
+    assert all(go(scheduler).kind is StepKind.PIGGYBACKED for _ in range(2))
     scheduler.add(Sequence(20, [1] * 1000, SamplingParams(max_tokens=10), 0))
-    step = go()
+    step = go(scheduler)
     assert step.kind is not StepKind.PIGGYBACKED and step.num_tokens > 10_000
 
 
 def test_after_an_early_end_nothing_is_piggybacked():
     scheduler = Scheduler(BlockManager(500, 256, False), 512, 16384, 4096, (7,), Piggyback(512))
 
-    def go(token=2):
-        step = scheduler.schedule()
-        scheduler.update(step, [token] + [2] * (len(step.sampling) - 1))
-        return step
-
     add_offline(scheduler, 1000, range(500, 100, -20))
-    go()
-    assert go().kind is StepKind.PIGGYBACKED and go(7).kind is StepKind.PIGGYBACKED
-    step = go()
+    go(scheduler)
+    assert [go(scheduler).kind, go(scheduler, 7).kind] == [StepKind.PIGGYBACKED] * 2
+    step = go(scheduler)
     assert step.kind is not StepKind.PIGGYBACKED and step.num_tokens > 10_000
     while scheduler.has_unfinished:
-        assert go().kind is not StepKind.PIGGYBACKED
+        assert go(scheduler).kind is not StepKind.PIGGYBACKED
     add_offline(scheduler, 1000, range(500, 100, -20))
-    go()
-    assert go().kind is StepKind.PIGGYBACKED  # the next ones are believed again
+    go(scheduler)
+    assert go(scheduler).kind is StepKind.PIGGYBACKED  # the next ones are believed again
 
 
 def test_many_short_prompts_are_piggybacked_on_several_steps():
@@ -225,8 +203,7 @@ def test_prompts_do_not_wait_for_the_end_of_a_stream(offline):
         seq.offline = offline or i > 0
         scheduler.add(seq)
         if i == 0:
-            step = scheduler.schedule()
-            scheduler.update(step, [2])
+            go(scheduler)
     step = scheduler.schedule()
     assert (step.kind is StepKind.PIGGYBACKED) is offline
     assert offline or step.num_tokens == 16384
@@ -242,8 +219,4 @@ def test_where_slots_are_short_prompts_go_at_once_and_a_long_queue_is_not_looked
     scheduler = Scheduler(BlockManager(500, 256, False), 8, 256, 4096, (), Piggyback(8))
     add_offline(scheduler, 100, range(2000, 0, -100))
     scheduler.waiting = Unlooked(scheduler.waiting)
-    steps = []
-    for _ in range(3):
-        steps.append(scheduler.schedule())
-        scheduler.update(steps[-1], [2] * len(steps[-1].sampling))
-    assert [step.num_tokens for step in steps] == [256, 256, 256] and len(scheduler.running) == 8
+    assert [go(scheduler).num_tokens for _ in range(3)] == [256, 256, 256] and len(scheduler.running) == 8

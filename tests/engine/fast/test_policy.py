@@ -1,6 +1,7 @@
-"""Every fast path by itself, all and none of them: the same tokens."""
+"""Every fast path by itself, all and none of them: the same tokens, whatever the requests ask for."""
 
 import random
+import re
 
 import pytest
 import torch
@@ -32,41 +33,69 @@ CUDA = {
 }
 
 
+TEXT = "[a-f]{%d}"
+LOADS = [
+    [dict(temperature=0), dict(temperature=0.9), dict(temperature=0.8, top_k=20), dict(temperature=0, n=2)],
+    [
+        dict(temperature=0.7, repetition_penalty=1.3, frequency_penalty=0.2), dict(temperature=0.8, logprobs=1),
+        dict(logit_bias={7: 4.0, 9: -100}, bad_words=["e", "th", "a b"], top_k=30, n=2), dict(temperature=0),
+        dict(temperature=0, logit_bias={7: 3.0}, min_tokens=5, stop_token_ids=[7, 9]), dict(prompt_logprobs=1),
+    ],
+    [
+        dict(structured_outputs={"regex": TEXT % 50}), dict(), dict(structured_outputs={"regex": TEXT % 3}, n=2),
+        dict(allowed_token_ids=[70, 71, 72], top_k=2), dict(structured_outputs={"regex": TEXT % 90}, logprobs=1),
+    ],
+]  # fmt: skip
+"""Parameters of batches: what the device samples by itself, what the host takes part in, and constraints."""
+
+
 def tokens(directory, policy, **arguments):
-    """Of greedy and seeded requests with shared prefixes, in chunks, in a cache that is too small for them."""
+    """Of each load with shared prefixes, in chunks, in a cache that is too small for it."""
     rng = random.Random(0)
     prompts = [[rng.randrange(331) for _ in range(n)] for n in (1, 5, 40, 70, 16, 33, 64)]
     prompts += [prompts[3][:50] + [7], prompts[3][:66]]
-    kinds = [dict(temperature=0), dict(temperature=0.9), dict(temperature=0.8, top_k=20), dict(temperature=0, n=2)]
-    params = [
-        SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=8 + 4 * i, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
     llm = LLM(
         directory, dtype="float32", kvcache_block_size=16, num_kvcache_blocks=14, max_model_len=128, max_num_seqs=8,
-        max_num_batched_tokens=40, skip_tokenizer_init=True, fast_policy=policy, **arguments,
+        max_num_batched_tokens=40, fast_policy=policy, **arguments,
     )  # fmt: skip
-    outputs = [[c.token_ids for c in o.outputs] for o in llm.generate(prompts, params, use_tqdm=False)]
+    found = []
+    for kinds in LOADS:
+        params = [
+            SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=8 + 4 * i, ignore_eos=kinds is not LOADS[2])
+            for i in range(len(prompts))
+        ]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        llm.engine.check()
+        for output, given in zip(outputs, params):
+            if given.structured_outputs is not None:
+                whole = given.structured_outputs.regex
+                assert all(
+                    re.fullmatch(whole if c.finish_reason == "stop" else "[a-f]*", c.text) for c in output.outputs
+                )
+        prompt_rows = [[row and list(row) for row in o.prompt_logprobs or ()] for o in outputs]
+        found.append(([[c.token_ids for c in o.outputs] for o in outputs], prompt_rows))
     assert llm.engine.scheduler.num_preemptions
-    return outputs
+    return found
 
 
 @pytest.fixture(scope="module")
 def expected(directory):
-    return tokens(directory, POLICIES["none"], device="cpu")
+    return tokens(directory, POLICIES["none"], device="cpu", async_scheduling=False)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "none"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_each_path_alone_and_all_together_give_the_same_tokens(directory, expected, name):
     with lengths_on_the_device() as kernels:
-        assert tokens(directory, POLICIES[name], device="cpu", kernel_priority=kernels) == expected
+        arguments = dict(device="cpu", kernel_priority=kernels, async_scheduling=True)
+        assert tokens(directory, POLICIES[name], **arguments) == expected
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in CUDA if name != "none"])
 def test_cuda_graphs_give_the_same_tokens(directory, name):
     assert torch.cuda.is_available()
-    assert tokens(directory, CUDA[name], device="cuda") == tokens(directory, CUDA["none"], device="cuda")
+    got, plain = (tokens(directory, CUDA[policy], device="cuda") for policy in (name, "none"))
+    assert got[:2] == plain[:2]
 
 
 def test_a_policy_of_another_kind_is_refused(directory):

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import SamplingParams
 from nanovllm.engine.fast.decode_state import DecodeState
 from nanovllm.engine.fast.prefix_groups import PrefixGroups, find_groups
 from nanovllm.engine.fast.step_shape import DecodeBuckets
@@ -16,7 +15,7 @@ from nanovllm.engine.step import StepKind
 from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.kernels.ops.shared_prefixes import check_shared
 from tests.engine.fast import test_decode_state as decode_state_tests
-from tests.engine.simulation import Simulation
+from tests.engine.simulation import Simulation, random_load
 
 # ------------------------------------------------------------------------------------------------ what the groups are
 
@@ -154,13 +153,7 @@ def test_groups_follow_arrivals_and_departures(seed):
         1),
     )  # fmt: skip
     sim.device = SharingDevice(block_size, max_blocks)
-    for i in range(14):
-        prompt = [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][: rng.randint(1, 12)] + [rng.randint(0, 1)] * rng.randint(0, 2)
-        params = SamplingParams(max_tokens=rng.randint(1, 20), ignore_eos=rng.random() < 0.7)
-        seq = sim.add(prompt, params, seed=i, stop_at=rng.choice((None, None, 3)))
-        for _ in range(rng.randint(0, 5)):
-            sim.step(abort=seq if rng.random() < 0.05 else None)
-    sim.drain()
+    random_load(sim, rng)
     prefixes = sim.device.state.prefixes
     assert sim.device.steps > prefixes.updates > 0
     if seed == 0:
