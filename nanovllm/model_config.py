@@ -8,8 +8,7 @@ from typing import Any
 
 from nanovllm.config import DTYPES
 from nanovllm.model_entries import Entries, fail, is_number, short
-from nanovllm.model_experts import MoeConfig, read_moe, sparse_layers
-from nanovllm.model_families import Family, family_of, rotated_layers
+from nanovllm.model_families import Family, MoeConfig, family_of, read_moe, rotated_layers, sparse_layers
 from nanovllm.model_rope import RopeConfig, check_head, read_rope, read_two_ropes
 
 __all__ = ["LayerConfig", "ModelConfig", "RopeConfig"]

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from nanovllm.bench.workloads import Item
 from nanovllm.hardware.roofline import Work
 from nanovllm.model_config import ModelConfig
-from nanovllm.model_experts import MoeConfig
+from nanovllm.model_families import MoeConfig
 
 
 @dataclass(frozen=True)
