@@ -57,8 +57,9 @@ def test_with_what_else_changes_sampling(llm, others, pattern):
     assert (out["logprobs"] is None) == (params.logprobs is None)
 
 
-def test_the_end_token_comes_only_where_nothing_else_may(llm):
-    params = SamplingParams(max_tokens=40, min_tokens=20, structured_outputs={"regex": "abc"})
+@pytest.mark.parametrize("others", [{}, dict(logprobs=0)], ids=["by the device", "by the host"])
+def test_the_end_token_comes_only_where_nothing_else_may(llm, others):
+    params = SamplingParams(max_tokens=40, min_tokens=20, structured_outputs={"regex": "abc"}, **others)
     (out,) = llm.generate(["x"], params, use_tqdm=False)
     assert out["text"] == "abc" and out["finish_reason"] == "stop" and out["stop_reason"] is None
 
