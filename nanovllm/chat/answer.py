@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from nanovllm.chat.deltas import ContentDelta, Delta, Parser
 from nanovllm.chat.reasoning import ReasoningParser
 
@@ -20,21 +18,24 @@ class AnswerParser:
         self._reasoning = reasoning
         self._tools = tools
 
-    def feed(self, text: str) -> list[Delta]:
-        """Take more text; returns what is certain now."""
-        if not text:
-            return []
-        return self._with_calls([ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text))
+    def feed(self, text: str, last: bool = False) -> list[Delta]:
+        """Take more text; returns what is certain now. last: no more will come."""
+        deltas: list[Delta] = []
+        if text:
+            deltas = self._with_calls([ContentDelta(text)] if self._reasoning is None else self._reasoning.feed(text))
+        return deltas + self.finish() if last else deltas
 
     def finish(self) -> list[Delta]:
         """No more text will come; returns what was kept back."""
         deltas = [] if self._reasoning is None else self._with_calls(self._reasoning.finish())
         return deltas if self._tools is None else deltas + self._tools.finish()
 
-    def _with_calls(self, deltas: Iterable[Delta]) -> list[Delta]:
+    def _with_calls(self, deltas: list[Delta]) -> list[Delta]:
+        if self._tools is None:
+            return deltas
         found: list[Delta] = []
         for delta in deltas:
-            if self._tools is not None and isinstance(delta, ContentDelta):
+            if isinstance(delta, ContentDelta):
                 found += self._tools.feed(delta.text)
             else:
                 found.append(delta)

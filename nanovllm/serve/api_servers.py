@@ -26,7 +26,7 @@ from nanovllm.serve.channel import Channel, Gathering
 from nanovllm.serve.counts import Counts, total
 from nanovllm.serve.frames import CONFIG, COUNT, COUNTED, DRAIN, READY, SUM, SUMMED, frame, read_one
 from nanovllm.serve.options import ServeOptions
-from nanovllm.serve.process_client import RestartDelay
+from nanovllm.serve.process_client import RestartDelay, end_of
 
 if TYPE_CHECKING:
     from nanovllm.serve.server import Server
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 _COUNT_SECONDS = 2.0
 _SUM_SECONDS = 2 * _COUNT_SECONDS
-_STOP_SECONDS = 15.0
 _decode_counts = msgspec.msgpack.Decoder(Counts).decode
 
 
@@ -179,13 +178,7 @@ class ApiServers:
 
     async def _replace(self, process: _Process) -> None:
         assert process.process is not None
-        try:
-            code = await asyncio.to_thread(process.process.wait, _STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.process.kill()
-            code = await asyncio.to_thread(process.process.wait)
-        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        logger.error("API process %d ended with %s", process.index, ended)
+        logger.error("API process %d ended with %s", process.index, await asyncio.to_thread(end_of, process.process))
         if not self._restart:
             process.listening.close()  # or the kernel would deal it connections, which nobody would answer
         while self._restart:

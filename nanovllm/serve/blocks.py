@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from nanovllm.chat import AnswerParser, ArgumentsDelta, CallDelta, ContentDelta, Delta, ReasoningDelta
+from nanovllm.chat import AnswerParser, ArgumentsDelta, CallDelta, Delta, ReasoningDelta
 from nanovllm.outputs import CompletionOutput
 
 Change = Literal["open", "more", "close"]
@@ -25,13 +25,9 @@ class Block:
 
 
 class Blocks:
-    """Sorts an answer's deltas into blocks. One block is open at a time.
+    """Sorts the deltas that an answer's parser gives into blocks. One block is open at a time."""
 
-    Args:
-        parser: the parser of the answer; None: all of it is text.
-    """
-
-    def __init__(self, parser: AnswerParser | None) -> None:
+    def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
         self._open: Block | None = None
         self._space = ""
@@ -45,13 +41,8 @@ class Blocks:
 
     def feed(self, piece: CompletionOutput) -> Iterator[tuple[Change, Block, str]]:
         """(what happens, to which block, the new text) for what is new."""
-        deltas: Iterable[Delta] = [ContentDelta(piece.text)] if piece.text else []
         ended = piece.finish_reason is not None
-        if self._parser is not None:
-            deltas = self._parser.feed(piece.text)
-            if ended:
-                deltas = [*deltas, *self._parser.finish()]
-        for delta in deltas:
+        for delta in self._parser.feed(piece.text, last=ended):
             yield from self._take(delta)
         if ended:
             self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason

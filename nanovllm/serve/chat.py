@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Any
-
-import msgspec
 
 from nanovllm.chat import (
     AnswerParser,
@@ -22,9 +19,8 @@ from nanovllm.chat import (
     collect,
 )
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.answering import StreamUsage, answer
+from nanovllm.serve.answering import ChunkedAnswer, answer
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import ChatRequest, parse
@@ -38,12 +34,9 @@ async def chat_completions(service: Service, exchange: Exchange, key: str) -> No
     request = parse(await service.json(exchange), ChatRequest)
     service.check_model(request.model)
     conversation = await service.offload(exchange.body_size, Conversation, service, request)
-    generation = await conversation.start(exchange, key)
-    try:
+    with closing(await conversation.start(exchange, key)) as generation:
         shape = ChatAnswer(conversation, exchange.request_id, generation.usage)
         await answer(exchange, generation, shape, request.stream, service.options)
-    finally:
-        generation.close()
 
 
 class Conversation:
@@ -69,7 +62,7 @@ class Conversation:
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,
         )  # fmt: skip
-        self._plan = AnswerPlan.of(self.tools, self.prompt, template)
+        self.plan = AnswerPlan.of(self.tools, self.prompt, template)
         if request.top_logprobs and not request.logprobs:
             raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
         both = request.max_completion_tokens, request.max_tokens
@@ -80,14 +73,9 @@ class Conversation:
             **constraint(request),
         )
         try:
-            self.params = self._plan.params(params)
+            self.params = self.plan.params(params)
         except ValueError as error:
             raise bad_request(error) from None
-
-    def parser(self) -> AnswerParser | None:
-        """A new parser of an answer; None: all of it is content."""
-        is_text = self._plan.reasoning is None and self.tools.choice == "none"
-        return None if is_text else self._plan.parser()
 
     def with_reasoning(self, usage: dict[str, Any], thoughts: Sequence[str]) -> dict[str, Any]:
         """The usage with the number of reasoning tokens, as many as the tokenizer makes of the thoughts' texts."""
@@ -117,7 +105,7 @@ def _reasoning_effort(effort: str, template: str) -> dict[str, Any]:
 class Choice:
     """A completion of a chat: its parser and what it gave out."""
 
-    def __init__(self, parser: AnswerParser | None) -> None:
+    def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
         self.deltas: list[Delta] = []
         self.thoughts = ""
@@ -131,11 +119,7 @@ class Choice:
 
     def feed(self, piece: CompletionOutput) -> list[Delta]:
         """The deltas of what is new."""
-        if self._parser is None:
-            return [ContentDelta(piece.text)] if piece.text else []
-        deltas = self._parser.feed(piece.text)
-        if piece.finish_reason is not None:
-            deltas = [*deltas, *self._parser.finish()]
+        deltas = self._parser.feed(piece.text, last=piece.finish_reason is not None)
         for delta in deltas:
             if isinstance(delta, CallDelta):
                 self.has_calls = True
@@ -145,29 +129,22 @@ class Choice:
         return deltas
 
 
-class ChatAnswer:
+class ChatAnswer(ChunkedAnswer):
     """OpenAI's chat completion, whole or in chunks."""
 
     def __init__(self, conversation: Conversation, request_id: str, usage: Callable[[], dict[str, Any]]) -> None:
         request, service = conversation.request, conversation.service
+        name = f"chatcmpl-{request_id}", "chat.completion.chunk" if request.stream else "chat.completion"
+        super().__init__(
+            service, request, name, usage, b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null'
+        )  # fmt: skip
         self._conversation = conversation
         self._request = request
         decoder = service.engine.maker.decoder
         assert decoder is not None, "a chat has a tokenizer"
         self._token_bytes = decoder.token_bytes
-        self._head = {
-            "id": f"chatcmpl-{request_id}",
-            "object": "chat.completion.chunk" if request.stream else "chat.completion",
-            "created": int(time.time()), "model": service.model_name,
-            "system_fingerprint": service.fingerprint,
-        }  # fmt: skip
         self._choices: dict[int, Choice] = {}
         self._first: RequestOutput | None = None
-        self._usage = StreamUsage(request.stream_options, usage)
-        self._prefix = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":[{"index":%d,"delta":{"content":'
-        self._suffix = b'},"logprobs":null,"finish_reason":null}]'
-        self._suffix += b',"usage":null}\n\n' if self._usage.wanted else b"}\n\n"
-        self._plain = not (request.logprobs or request.return_token_ids or self._usage.continuous)
 
     def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
         self._first = self._first or output
@@ -175,7 +152,7 @@ class ChatAnswer:
         for piece in output.outputs:
             choice = self._choices.get(piece.index)
             if choice is None:
-                choice = self._choices[piece.index] = Choice(self._conversation.parser())
+                choice = self._choices[piece.index] = Choice(self._conversation.plan.parser())
             deltas = choice.feed(piece)
             if not self._request.include_reasoning:
                 deltas = [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
@@ -204,8 +181,7 @@ class ChatAnswer:
         if self._plain and not ended:
             for delta in deltas:
                 if isinstance(delta, ContentDelta):
-                    text = msgspec.json.encode(delta.text)
-                    frames.append(self._prefix % piece.index + text + self._suffix)
+                    frames.append(self._plain_chunk(piece.index, delta.text))
                 else:
                     frames.append(self._frame({"index": piece.index, "delta": _delta(delta, choice)}))
             return b"".join(frames)
@@ -226,22 +202,10 @@ class ChatAnswer:
         prompt = {}
         if self._request.return_token_ids and self._first is not None:
             prompt = {"prompt_token_ids": self._first.prompt_token_ids}
-        return self._frame({"index": index, "delta": {"role": "assistant", "content": ""}}, prompt)
+        return self._frame({"index": index, "delta": {"role": "assistant", "content": ""}}, **prompt)
 
-    def _frame(self, choice: dict[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-        choices = [{"logprobs": None, "finish_reason": None, **choice}]
-        chunk: dict[str, Any] = {**self._head, "choices": choices, **more}
-        if self._usage.wanted:
-            chunk["usage"] = self._usage.now()
-        return event(chunk)
-
-    def end(self, usage: dict[str, Any]) -> bytes:
-        if not self._usage.wanted:
-            return DONE
-        return event({**self._head, "choices": [], "usage": self._counted(usage)}) + DONE
-
-    def error(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
+    def _frame(self, choice: dict[str, Any], **more: Any) -> bytes:
+        return self._chunk({"logprobs": None, "finish_reason": None, **choice}, **more)
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         choices = []

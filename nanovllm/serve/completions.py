@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
-
-import msgspec
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answering import StreamUsage, answer
+from nanovllm.serve.answering import ChunkedAnswer, answer
 from nanovllm.serve.errors import ApiError
-from nanovllm.serve.event_stream import DONE, event
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import CompletionRequest, parse
 from nanovllm.serve.sampling import sampling_params
@@ -31,11 +28,9 @@ async def completions(service: Service, exchange: Exchange, key: str) -> None:
         exchange, key, prompts, params, add_special_tokens=request.add_special_tokens, cache_salt=request.cache_salt,
         request_id=request.request_id,
     )  # fmt: skip
-    try:
+    with closing(generation):
         shape = CompletionAnswer(service, request, exchange.request_id, generation.usage)
         await answer(exchange, generation, shape, request.stream, service.options)
-    finally:
-        generation.close()
 
 
 def _read(request: CompletionRequest) -> tuple[list[str | list[int]], SamplingParams]:
@@ -85,26 +80,20 @@ class _Choice:
         self.stop_reason: int | str | None = None
 
 
-class CompletionAnswer:
+class CompletionAnswer(ChunkedAnswer):
     """OpenAI's text completion, whole or in chunks."""
 
     def __init__(
         self, service: Service, request: CompletionRequest, request_id: str, usage: Callable[[], dict[str, Any]]
     ) -> None:
+        super().__init__(
+            service, request, (f"cmpl-{request_id}", "text_completion"), lambda: self._counted(usage()), b'"text":',
+            b',"logprobs":null,"finish_reason":null,"stop_reason":null',
+        )  # fmt: skip
         self._request = request
         self._token_text = service.engine.maker.decoder.token_text if service.engine.maker.decoder else str
-        self._head = {
-            "id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()),
-            "model": service.model_name, "system_fingerprint": service.fingerprint,
-        }  # fmt: skip
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, RequestOutput] = {}
-        self._usage = StreamUsage(request.stream_options, lambda: self._counted(usage()))
-        prefix = msgspec.json.encode(self._head)[:-1]
-        self._prefix = b"data: " + prefix + b',"choices":[{"index":%d,"text":'
-        self._suffix = b',"logprobs":null,"finish_reason":null,"stop_reason":null}]'
-        self._suffix += b',"usage":null}\n\n' if self._usage.wanted else b"}\n\n"
-        self._plain = request.logprobs is None and not (request.return_token_ids or self._usage.continuous)
 
     def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
         first = self._prompts.setdefault(prompt_index, output)
@@ -140,7 +129,7 @@ class CompletionAnswer:
             _extend(choice, logprobs)
             return b""
         if self._plain and piece.finish_reason is None:
-            return self._prefix % index + msgspec.json.encode(text) + self._suffix if text else b""
+            return self._plain_chunk(index, text) if text else b""
         entry = {
             "index": index, "text": text, "logprobs": logprobs, "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
@@ -149,21 +138,12 @@ class CompletionAnswer:
             entry["token_ids"] = token_ids
             if begins:
                 entry["prompt_token_ids"] = first.prompt_token_ids
-        usage = {"usage": self._usage.now()} if self._usage.wanted else {}
-        return event({**self._head, "choices": [entry], **usage})
+        return self._chunk(entry)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
         return "".join(map(self._token_text, output.prompt_token_ids))
-
-    def end(self, usage: dict[str, Any]) -> bytes:
-        usage = self._counted(usage)
-        last = event({**self._head, "choices": [], "usage": usage}) if self._usage.wanted else b""
-        return last + DONE
-
-    def error(self, error: ApiError) -> bytes:
-        return event(error.body()) + DONE
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         choices = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any, Literal
 
 import msgspec
@@ -21,21 +22,6 @@ _RENAMED = {"stop": "stop_sequences", "tools": "tools", "messages": "messages"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
 
-class MessagesRequest(msgspec.Struct, kw_only=True):
-    max_tokens: int
-    messages: list[dict[str, Any]]
-    model: str | None = None
-    system: str | list[dict[str, Any]] | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_sequences: list[str] | None = None
-    stream: bool = False
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: dict[str, Any] | None = None
-    thinking: dict[str, Any] | None = None
-
-
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -45,6 +31,15 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     thinking: dict[str, Any] | None = None
 
 
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+
+
 async def messages(service: Service, exchange: Exchange, key: str) -> None:
     request = parse(await service.json(exchange), MessagesRequest)
     service.check_model(request.model)
@@ -52,12 +47,9 @@ async def messages(service: Service, exchange: Exchange, key: str) -> None:
         exchange.body_size, _conversation, service, request, max_tokens=request.max_tokens,
         stop=request.stop_sequences, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
     )  # fmt: skip
-    generation = await conversation.start(exchange, key)
-    try:
+    with closing(await conversation.start(exchange, key)) as generation:
         shape = MessageAnswer(conversation, exchange.request_id, len(generation.streams[0].request.prompt_token_ids))
         await answer(exchange, generation, shape, request.stream, service.options)
-    finally:
-        generation.close()
 
 
 async def count_tokens(service: Service, exchange: Exchange, key: str) -> None:
@@ -69,7 +61,7 @@ async def count_tokens(service: Service, exchange: Exchange, key: str) -> None:
     await exchange.answer_json({"input_tokens": len(token_ids)})
 
 
-def _conversation(service: Service, request: MessagesRequest | CountTokensRequest, **others: Any) -> Conversation:
+def _conversation(service: Service, request: CountTokensRequest, **others: Any) -> Conversation:
     chat: list[dict[str, Any]] = []
     if request.system is not None:
         chat.append({"role": "system", "content": _text(request.system, "system")})
@@ -173,7 +165,7 @@ class MessageAnswer:
 
     def __init__(self, conversation: Conversation, request_id: str, num_prompt_tokens: int) -> None:
         self._conversation = conversation
-        self._blocks = Blocks(conversation.parser())
+        self._blocks = Blocks(conversation.plan.parser())
         self._begun = False
         self._num_prompt_tokens = num_prompt_tokens
         self._head = {

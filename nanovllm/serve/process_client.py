@@ -7,11 +7,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -49,6 +47,16 @@ class RestartDelay:
         return 0 if self._deaths <= 1 else min(2.0**self._deaths, _LONGEST_PAUSE)
 
 
+def end_of(process: subprocess.Popen[bytes]) -> str:
+    """Wait for a process that is about to end, and kill it if it does not; returns its exit code or signal in words."""
+    try:
+        code = process.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
 class ProcessClient(SocketClient):
     """An engine in another process, which this starts.
 
@@ -76,7 +84,7 @@ class ProcessClient(SocketClient):
         try:
             if shared:
                 self._listen()
-            self._take(*self._spawn())
+            self._adopt(*self._spawn())
         except BaseException:
             self._stop_listening()
             raise
@@ -95,11 +103,7 @@ class ProcessClient(SocketClient):
     def close(self) -> None:
         super().close()
         self._stop_listening()
-        try:
-            self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        end_of(self._process)
 
     def _listen(self) -> None:
         """In a folder that only this user may enter."""
@@ -118,7 +122,7 @@ class ProcessClient(SocketClient):
             self._listener.close()
             self._folder.cleanup()
 
-    def _spawn(self) -> tuple[subprocess.Popen[bytes], socket.socket, EngineInfo]:
+    def _spawn(self) -> tuple[socket.socket, EngineInfo]:
         """Start a process and wait until its engine is ready."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -132,38 +136,26 @@ class ProcessClient(SocketClient):
             process.kill()
             raise
         if kind == READY:
-            return process, ours, msgspec.msgpack.decode(data, type=EngineInfo)
+            self._process = process
+            self._delay.started()
+            return ours, msgspec.msgpack.decode(data, type=EngineInfo)
         ours.close()
         code = process.wait()
         if kind == FAILED:
             raise ValueError(msgspec.msgpack.decode(data, type=str))
         raise EngineStartError(f"the engine's process ended with exit code {code} while it started")
 
-    def _take(self, process: subprocess.Popen[bytes], sock: socket.socket, info: EngineInfo) -> None:
-        self._process = process
-        self._delay.started()
-        self._adopt(sock, info)
-
-    def _recover(self) -> None:
-        threading.Thread(target=self._bury, name="engine-restart", daemon=True).start()
-
-    def _bury(self) -> None:
-        """In a thread: learn why the engine ended, tell it, and start another one."""
-        try:
-            code = self._process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        reason = self._last_words or "its process ended with " + (
-            f"signal {-code}" if code < 0 else f"exit code {code}"
-        )
+    def _reason(self) -> str:
+        ended = end_of(self._process)
+        reason = self._last_words or f"its process ended with {ended}"
         logger.error("the engine ended: %s", reason)
-        assert self._died is not None
-        self._died(reason)
+        return reason
+
+    def _another(self) -> tuple[socket.socket, EngineInfo] | None:
         while self._restart and not self._closed:
             time.sleep(self._delay.died())
             if self._closed:
-                return
+                break
             logger.warning("the engine is started again")
             try:
                 found = self._spawn()
@@ -171,18 +163,6 @@ class ProcessClient(SocketClient):
                 logger.error("the engine cannot be started: %s", error)
                 self._delay.started()
                 continue
-            assert self._loop is not None
-            try:
-                self._loop.call_soon_threadsafe(self._take_over, *found)
-            except RuntimeError:  # the loop was closed meanwhile; the new process ends with its socket
-                found[1].close()
-            return
-
-    def _take_over(self, *found: Any) -> None:
-        if self._closed:
-            found[1].close()
-            return
-        self._take(*found)
-        assert self._loop is not None
-        self.attach(self._loop)
-        logger.warning("the engine serves again")
+            logger.warning("the engine serves again")
+            return found
+        return None

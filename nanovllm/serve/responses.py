@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -51,12 +52,9 @@ async def responses(service: Service, exchange: Exchange, key: str) -> None:
     _refuse_state(request)
     with renamed(_RENAMED):
         conversation = await service.offload(exchange.body_size, Conversation, service, _chat_request(request))
-    generation = await conversation.start(exchange, key)
-    try:
+    with closing(await conversation.start(exchange, key)) as generation:
         shape = ResponseAnswer(request, conversation, exchange.request_id)
         await answer(exchange, generation, shape, request.stream, service.options)
-    finally:
-        generation.close()
 
 
 def _refuse_state(request: ResponsesRequest) -> None:
@@ -148,7 +146,7 @@ class ResponseAnswer:
 
     def __init__(self, request: ResponsesRequest, conversation: Conversation, request_id: str) -> None:
         self._conversation = conversation
-        self._blocks = Blocks(conversation.parser())
+        self._blocks = Blocks(conversation.plan.parser())
         self._number = 0
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}", "object": "response", "created_at": int(time.time()), "status": "in_progress",

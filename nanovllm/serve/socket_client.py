@@ -22,7 +22,7 @@ class SocketClient(ABC):
     """An engine behind a socket.
 
     The socket is read by the event loop that calls `attach`: the front end and its connections share one thread, which
-    never waits for the engine. `_recover` says what happens when the engine has gone.
+    never waits for the engine. When the engine has gone, the client connects to the next one, if there is one.
     """
 
     _info: EngineInfo
@@ -65,8 +65,12 @@ class SocketClient(ABC):
         self._sock.close()
 
     @abstractmethod
-    def _recover(self) -> None:
-        """The engine has closed its end, or cannot be reached; the connection is closed. Called once for each loss."""
+    def _reason(self) -> str:
+        """Why the engine has ended. Called in a thread once for each loss of the connection."""
+
+    @abstractmethod
+    def _another(self) -> tuple[socket.socket, EngineInfo] | None:
+        """In that thread: a connection to the next engine, once it is ready; None: there will be none."""
 
     def _lost(self) -> None:
         if self._closed or not self._alive:
@@ -74,7 +78,26 @@ class SocketClient(ABC):
         self._alive = False
         self._detach()
         self._sock.close()
-        self._recover()
+        threading.Thread(target=self._recover, name="engine-recover", daemon=True).start()
+
+    def _recover(self) -> None:
+        assert self._died is not None and self._loop is not None
+        self._died(self._reason())
+        found = self._another()
+        if found is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._take_over, *found)
+        except RuntimeError:  # the loop was closed meanwhile; a new process ends with its socket
+            found[0].close()
+
+    def _take_over(self, sock: socket.socket, info: EngineInfo) -> None:
+        if self._closed:
+            sock.close()
+            return
+        self._adopt(sock, info)
+        assert self._loop is not None
+        self.attach(self._loop)
 
     def _adopt(self, sock: socket.socket, info: EngineInfo) -> None:
         """Use a connection to an engine that is ready."""
@@ -173,30 +196,15 @@ class FurtherClient(SocketClient):
             raise
         return sock, msgspec.msgpack.decode(data, type=EngineInfo)
 
-    def _recover(self) -> None:
-        assert self._died is not None
-        self._died(self._last_words or "its process ended")
-        threading.Thread(target=self._reconnect, name="engine-connect", daemon=True).start()
+    def _reason(self) -> str:
+        return self._last_words or "its process ended"
 
-    def _reconnect(self) -> None:
+    def _another(self) -> tuple[socket.socket, EngineInfo] | None:
         while not self._closed:
             try:
-                found = self._connect()
+                return self._connect()
             except ConnectionError:  # an engine that ended while it started
                 continue
             except OSError:  # the process that starts engines has gone
-                return
-            assert self._loop is not None
-            try:
-                self._loop.call_soon_threadsafe(self._take_over, *found)
-            except RuntimeError:  # the loop was closed meanwhile
-                found[0].close()
-            return
-
-    def _take_over(self, sock: socket.socket, info: EngineInfo) -> None:
-        if self._closed:
-            sock.close()
-            return
-        self._adopt(sock, info)
-        assert self._loop is not None
-        self.attach(self._loop)
+                break
+        return None

@@ -11,7 +11,7 @@ def piece(text, finish_reason=None):
     return CompletionOutput(0, text, [], finish_reason, None, None)
 
 
-@pytest.mark.parametrize("parser", [lambda: None, lambda: AnswerParser(None, HermesToolParser())])
+@pytest.mark.parametrize("parser", [AnswerParser, lambda: AnswerParser(None, HermesToolParser())])
 @pytest.mark.parametrize("pieces", [["  \n a b "], ["  ", "\n", " a", " b", " "], [" ", " \n a b", " "]])
 def test_white_space_at_the_beginning(pieces, parser):
     blocks = Blocks(parser())
