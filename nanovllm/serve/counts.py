@@ -13,11 +13,8 @@ class Counts(msgspec.Struct):
 
     histograms: list[tuple[list[int], float]]
     """(how many in each bucket, the sum), in the order of `Metrics`."""
-    totals: dict[str, int]
-    success: dict[str, int]
-    rejected: dict[str, int]
-    http: list[tuple[str, str, int, int]]
-    """(method, route, status, answers)"""
+    counters: dict[tuple[str, ...], int]
+    """By name and values of the labels."""
     requests_open: int
     engine_up: bool
     heartbeat_age: float
@@ -33,25 +30,17 @@ class Counts(msgspec.Struct):
 
 def total(found: Sequence[Counts], missing: Sequence[str] = ()) -> Counts:
     """Of several processes of one server; the engine is as bad as the worst of them says."""
-    http: Counter[tuple[str, str, int]] = Counter()
+    counters: Counter[tuple[str, ...]] = Counter()
     for counts in found:
-        for *key, number in counts.http:
-            http[tuple(key)] += number  # type: ignore[index]
+        counters.update(counts.counters)
     return Counts(
         histograms=[
             ([sum(column) for column in zip(*(buckets for buckets, _ in same))], sum(amount for _, amount in same))
             for same in zip(*(counts.histograms for counts in found))
         ],
-        totals=_sum([counts.totals for counts in found]),
-        success=_sum([counts.success for counts in found]),
-        rejected=_sum([counts.rejected for counts in found]),
-        http=[(*key, number) for key, number in http.items()],
+        counters=counters,
         requests_open=sum(counts.requests_open for counts in found),
         engine_up=all(counts.engine_up for counts in found),
         heartbeat_age=max(counts.heartbeat_age for counts in found),
         missing=tuple(missing),
     )
-
-
-def _sum(found: Sequence[dict[str, int]]) -> dict[str, int]:
-    return {name: sum(counts.get(name, 0) for counts in found) for name in dict.fromkeys(n for c in found for n in c)}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import bisect
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -22,6 +22,7 @@ _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 
                  0.3, 0.5, 1, 2.5, 10)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100)
+_TOTALS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
 
 
 class Histogram:
@@ -82,12 +83,9 @@ class Metrics:
         self._iteration = histogram("iteration_tokens_total", "Output tokens of a step.", _TOKENS)
         self._step = Histogram("nanovllm:step_seconds", "Seconds of a step.", _STEP_SECONDS)
         self._lag = Histogram("nanovllm:frontend_lag_seconds", "How late the event loop is.", _STEP_SECONDS)
-        self._http: dict[tuple[str, str, int], int] = {}
-        self._totals = dict.fromkeys(
-            ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits"), 0
-        )
-        self._success: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
-        self._rejected: dict[str, int] = {}
+        success = {("request_success", reason): 0 for reason in ("stop", "length", "abort", "error")}
+        self._counters: Counter[tuple[str, ...]] = Counter({(name,): 0 for name in _TOTALS} | success)
+        """By name and values of the labels."""
         self._last_step = 0.0
         self._histograms = (
             self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prompt, self._generation, self._n,
@@ -105,7 +103,7 @@ class Metrics:
             if continuing > 0 and self._last_step:
                 self._itl.observe(now - self._last_step, continuing)
             self._iteration.observe(num_tokens)
-            self._totals["generation_tokens"] += num_tokens
+            self._counters["generation_tokens",] += num_tokens
         if outputs.stats.step_seconds:
             self._step.observe(outputs.stats.step_seconds)
         self._last_step = now if outputs.stats.has_work else 0.0
@@ -120,15 +118,14 @@ class Metrics:
             self._queue.observe(stream.queue_seconds)
         self._prompt.observe(num_prompt)
         self._n.observe(request.params.n)
-        self._totals["prompt_tokens"] += num_prompt
-        self._totals["prefix_cache_queries"] += num_prompt
-        self._totals["prefix_cache_hits"] += stream.num_cached_tokens
+        self._counters["prompt_tokens",] += num_prompt
+        self._counters["prefix_cache_queries",] += num_prompt
+        self._counters["prefix_cache_hits",] += stream.num_cached_tokens
 
     def finished(self, stream: OutputStream, output: RequestOutput) -> None:
         """A request has ended by itself."""
         request = stream.request
-        reason = request.completions[0].seq.finish_reason or "stop"
-        self._success[reason] = self._success.get(reason, 0) + 1
+        self._counters["request_success", request.completions[0].seq.finish_reason or "stop"] += 1
         self._generation.observe(request.num_output_tokens)
         total, first = output.metrics.total_time, output.metrics.time_to_first_token
         if total is not None and first is not None:
@@ -139,15 +136,14 @@ class Metrics:
 
     def aborted(self) -> None:
         """A client has gone, or a request was lost."""
-        self._success["abort"] += 1
+        self._counters["request_success", "abort"] += 1
 
     def rejected(self, reason: str) -> None:
-        self._rejected[reason] = self._rejected.get(reason, 0) + 1
+        self._counters["admission_rejections", reason] += 1
 
     def answered(self, method: str, path: str, status: int) -> None:
         """path: a route's, so that there are few."""
-        key = method, path, status
-        self._http[key] = self._http.get(key, 0) + 1
+        self._counters["http_requests", method, path, str(status)] += 1
 
     def lagged(self, seconds: float) -> None:
         self._lag.observe(seconds)
@@ -158,9 +154,7 @@ class Metrics:
         """What this process has counted so far."""
         engine = self._engine
         return Counts(
-            histograms=[histogram.counted() for histogram in self._histograms], totals=dict(self._totals),
-            success=dict(self._success), rejected=dict(self._rejected),
-            http=[(*key, count) for key, count in list(self._http.items())],
+            histograms=[histogram.counted() for histogram in self._histograms], counters=dict(self._counters),
             requests_open=engine.num_unfinished, engine_up=engine.alive, heartbeat_age=engine.seconds_without_step,
         )  # fmt: skip
 
@@ -176,42 +170,35 @@ class Metrics:
 
     def _families(self, counts: Counts) -> Iterable[Metric]:
         stats = self._engine.stats
-        gauges = [
-            ("num_requests_running", "Completions in the batch.", stats.num_running),
-            ("num_requests_waiting", "Completions that wait for the batch.", stats.num_waiting),
-            ("kv_cache_usage_perc", "The share of the KV cache in use, from 0 to 1.", stats.kv_usage),
+        prefix = self._prefix
+        for name, documentation, value in (
+            (f"{prefix}num_requests_running", "Completions in the batch.", stats.num_running),
+            (f"{prefix}num_requests_waiting", "Completions that wait for the batch.", stats.num_waiting),
+            (f"{prefix}kv_cache_usage_perc", "The share of the KV cache in use, from 0 to 1.", stats.kv_usage),
+            ("nanovllm:engine_up", "Whether the engine takes requests.", int(counts.engine_up)),
+            ("nanovllm:engine_heartbeat_age_seconds", "Seconds without a step, while there is work.",
+             counts.heartbeat_age),
+            ("nanovllm:requests_open", "Requests that have not ended.", counts.requests_open),
+        ):  # fmt: skip
+            gauge = GaugeMetricFamily(name, documentation, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        counters = counts.counters | {("num_preemptions",): stats.num_preemptions}
+        families: list[tuple[str, str, str, list[str]]] = [
+            *((prefix, name, f"Total of {name.replace('_', ' ')}.", []) for name in (*_TOTALS, "num_preemptions")),
+            (prefix, "request_success", "Requests that ended.", ["finished_reason"]),
+            (prefix, "admission_rejections", "Requests that were refused.", ["reason"]),
+            ("nanovllm:", "http_requests", "HTTP answers.", ["method", "path", "status"]),
         ]
-        for name, documentation, value in gauges:
-            yield self._family(GaugeMetricFamily, self._prefix + name, documentation, value)
-        own = [
-            ("engine_up", "Whether the engine takes requests.", int(counts.engine_up)),
-            ("engine_heartbeat_age_seconds", "Seconds without a step, while there is work.", counts.heartbeat_age),
-            ("requests_open", "Requests that have not ended.", counts.requests_open),
-        ]
-        for name, documentation, value in own:
-            yield self._family(GaugeMetricFamily, f"nanovllm:{name}", documentation, value)
-        totals = counts.totals | {"num_preemptions": stats.num_preemptions}
-        for name, value in totals.items():
-            yield self._family(CounterMetricFamily, self._prefix + name, f"Total of {name.replace('_', ' ')}.", value)
-        yield self._labelled("request_success", "Requests that ended.", "finished_reason", counts.success)
-        yield self._labelled("admission_rejections", "Requests that were refused.", "reason", counts.rejected)
-        http = CounterMetricFamily("nanovllm:http_requests", "HTTP answers.", labels=["method", "path", "status"])
-        for method, path, status, count in counts.http:
-            http.add_metric([method, path, str(status)], count)
-        yield http
+        for of_name, name, documentation, labels in families:
+            own = {} if name == "http_requests" else {"model_name": self._model}
+            counter = CounterMetricFamily(of_name + name, documentation, labels=[*own, *labels])
+            for (counted, *values), count in counters.items():
+                if counted == name:
+                    counter.add_metric([*own.values(), *values], count)
+            yield counter
         for histogram, (buckets, total) in zip(self._histograms, counts.histograms):
             yield histogram.family(self._model, buckets, total)
-
-    def _family(self, kind: Any, name: str, documentation: str, value: float) -> Metric:
-        family = kind(name, documentation, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _labelled(self, name: str, documentation: str, label: str, counts: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(self._prefix + name, documentation, labels=["model_name", label])
-        for value, count in counts.items():
-            family.add_metric([self._model, value], count)
-        return family
 
 
 class _Collector:

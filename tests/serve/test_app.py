@@ -286,7 +286,7 @@ def test_metrics(guarded):
     for name in (
         "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
         "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total",
-        "vllm:num_preemptions_total", 'vllm:request_success_total{finished_reason="length"',
+        "vllm:num_preemptions_total", 'vllm:request_success_total{finished_reason="error"',
         "vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_sum",
         "vllm:e2e_request_latency_seconds_count", "nanovllm:engine_heartbeat_age_seconds",
         "nanovllm:step_seconds_bucket", "nanovllm:frontend_lag_seconds_bucket", "nanovllm:http_requests_total",
