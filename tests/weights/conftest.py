@@ -1,6 +1,7 @@
 """Checkpoints that several files of tests use; no pickle is ever opened."""
 
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -19,8 +20,14 @@ def pickles_stay_closed(monkeypatch):
     monkeypatch.setattr(pickle, "load", opened)
 
 
+@pytest.fixture(scope="session")
+def original(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("original")
+    tiny.save(directory, "qwen3", num_hidden_layers=1)
+    return directory
+
+
 @pytest.fixture
-def checkpoint(tmp_path):
+def checkpoint(original, tmp_path):
     """An untied Qwen3 with one file of weights, which `edit` rewrites."""
-    tiny.save(tmp_path, "qwen3", num_hidden_layers=1)
-    return tmp_path
+    return shutil.copytree(original, tmp_path, dirs_exist_ok=True)
