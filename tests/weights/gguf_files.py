@@ -111,10 +111,19 @@ def tiny(path: Path, arch: str = "llama", quant: str = "F32", **extra: object) -
     return write(path / "tiny.gguf", arch, to_gguf(arch, hf_weights(arch)), quant, **extra)
 
 
-def write_random_blocks(
+def quantised(path: Path, arch: str, quant: str | Callable[[str], str], tied: bool = True) -> Path:
+    """A file of random weights in any format; the blocks of those that the package cannot write are random."""
+    tensors = to_gguf(arch, hf_weights(arch, tied))
+    try:
+        return write(path, arch, tensors, quant)
+    except (NotImplementedError, KeyError):
+        return _write_random_blocks(path, arch, tensors, quant)
+
+
+def _write_random_blocks(
     path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str | Callable[[str], str]
 ) -> Path:
-    """As `write`, with blocks of random bits and small scales, for a format that the package cannot quantise to."""
+    """As `write`, with blocks of random bits and small scales."""
     places = {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q8_0": (0,)}
     rng = np.random.default_rng(1)
     blocks: dict[str, np.ndarray] = {}

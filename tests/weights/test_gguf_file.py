@@ -41,7 +41,7 @@ def test_truncation_anywhere_is_noticed(tmp_path: Path) -> None:
     content = tiny(tmp_path).read_bytes()
     end_of_header = content.index(b"blk.1.ffn_down") + 64
     path = tmp_path / "t.gguf"
-    for size in [*range(4, end_of_header, 7), len(content) // 2, len(content) - 64]:
+    for size in [*range(4, end_of_header, 13), len(content) // 2, len(content) - 64]:
         path.write_bytes(content[:size])
         with pytest.raises(GGUFError, match="truncated"):
             GGUFFile(path)
@@ -73,8 +73,7 @@ def test_truncation_names_tensor_and_sizes(tmp_path: Path) -> None:
         ours.iter_tensors(path)
 
 
-@pytest.mark.parametrize("mask", [0xFF, 0x01, 0x0C])
-def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path, mask: int) -> None:
+def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path) -> None:
     """A single wrong byte is either harmless or a GGUFError: no crash, no hang, no huge allocation."""
     weights = {"token_embd.weight": np.ones((4, 8), np.float32), "blk.0.attn_q.weight": np.ones((256, 2), np.float32)}
     content = write(
@@ -84,7 +83,7 @@ def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path, mask: int) -> 
     refused = 0
     for position in range(4, len(content) - 2048):
         damaged = bytearray(content)
-        damaged[position] ^= mask
+        damaged[position] ^= (0xFF, 0x01, 0x0C)[position % 3]
         path.write_bytes(damaged)
         try:
             ours.read_config(path)
@@ -94,7 +93,7 @@ def test_no_damaged_byte_escapes_as_another_error(tmp_path: Path, mask: int) -> 
             refused += 1
         except Exception as error:
             raise AssertionError(f"byte {position}") from error
-    assert refused > 300
+    assert refused > 300, refused
 
 
 def test_blocks_that_do_not_divide_the_row(tmp_path: Path) -> None:

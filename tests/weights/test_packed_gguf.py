@@ -13,12 +13,8 @@ from tests.weights import gguf_files
 KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 
-def file(path, arch, quant, tied=True):
-    tensors = gguf_files.to_gguf(arch, gguf_files.hf_weights(arch, tied))
-    try:
-        return gguf_files.write(path / "m.gguf", arch, tensors, quant)
-    except (NotImplementedError, KeyError):
-        return gguf_files.write_random_blocks(path / "m.gguf", arch, tensors, quant)
+def file(path, *args, **options):
+    return gguf_files.quantised(path / "m.gguf", *args, **options)
 
 
 def medium(name):

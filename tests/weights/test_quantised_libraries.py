@@ -21,8 +21,9 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "name, dtype", [(name, (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(SCHEMES)]
+)
 def test_compressed_tensors(tmp_path, name, dtype):
     """A checkpoint that compressed-tensors has compressed, and what it decompresses."""
     pytest.importorskip("compressed_tensors")
