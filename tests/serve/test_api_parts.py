@@ -28,13 +28,10 @@ def test_several_sockets_share_a_port_that_no_other_server_has():
             sock.close()
 
 
-@pytest.mark.parametrize("count", [0, -1, 65])
-def test_a_count_out_of_range_is_refused(count):
-    with pytest.raises(ValueError, match=f"--api-servers {count}: must be from 1 to 64"):
-        ProcessOptions(api_servers=count)
-
-
-def test_the_least_and_the_largest_count_are_taken():
+def test_a_count_out_of_range_is_refused():
+    for count in (0, 65):
+        with pytest.raises(ValueError, match=f"--api-servers {count}: must be from 1 to 64"):
+            ProcessOptions(api_servers=count)
     assert [ProcessOptions(api_servers=count).api_servers for count in (1, 64)] == [1, 64]
 
 

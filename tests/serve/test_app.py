@@ -282,28 +282,23 @@ def test_more_connections_than_allowed(model_path):
 
 def test_metrics(guarded):
     guarded.post("/v1/completions", prompt="hello", max_tokens=5, ignore_eos=True)
+    guarded.refused("/v1/completions", prompt=[5] * 5000)
     text = guarded.client.get("/metrics").text
     for name in (
-        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc",
-        "vllm:generation_tokens_total", "vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total",
-        "vllm:num_preemptions_total", 'vllm:request_success_total{finished_reason="error"',
-        "vllm:time_to_first_token_seconds_bucket", "vllm:inter_token_latency_seconds_sum",
-        "vllm:e2e_request_latency_seconds_count", "nanovllm:engine_heartbeat_age_seconds",
-        "nanovllm:step_seconds_bucket", "nanovllm:frontend_lag_seconds_bucket", "nanovllm:http_requests_total",
+        "vllm:num_requests_waiting{", "vllm:num_preemptions_total{", "vllm:prefix_cache_queries_total{",
+        'vllm:request_success_total{finished_reason="error"',
+        "vllm:inter_token_latency_seconds_sum{", "vllm:e2e_request_latency_seconds_count{",
+        'nanovllm:http_requests_total{method="POST",path="/v1/completions",status="200"} ',
     ):  # fmt: skip
         assert name in text, name
     assert guarded.metric("vllm:generation_tokens_total") >= 5
     wait_until(lambda: guarded.metric("vllm:num_requests_running") == 0)
     assert guarded.metric("vllm:kv_cache_usage_perc") == 0
 
-
-def test_the_dashboard_asks_for_metrics_that_exist(guarded):
-    guarded.post("/v1/completions", prompt="hello", max_tokens=2)
-    guarded.refused("/v1/completions", prompt=[5] * 5000)
     dashboard = json.loads((ROOT / "deploy" / "grafana.json").read_text())
     asked = " ".join(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
-    text = guarded.client.get("/metrics").text
     names = set(re.findall(r"(?:vllm|nanovllm):\w+", asked))
+    names |= {"nanovllm:step_seconds", "nanovllm:frontend_lag_seconds", "nanovllm:engine_up", "vllm:request_params_n"}
     assert len(names) > 12 and all(f"# TYPE {name.removesuffix('_bucket')} " in text for name in names)
 
 

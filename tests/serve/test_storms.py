@@ -55,22 +55,18 @@ def send(port, body, path="/v1/completions"):
 
 def test_clients_that_vanish(model_path):
     """Before the first token, within a stream, and while a whole answer is made: all of it is aborted."""
-    with RunningServer(model_path, client=slow_client(model_path)) as server:
-        vanish(server)
-
-
-def vanish(server):
     long = {"prompt": "hello", "max_tokens": 240, "ignore_eos": True}
-    before = server.metric("vllm:generation_tokens_total")
-    for _ in range(3):
-        sockets = [send(server.port, long | {"stream": i % 2 == 0, "n": 1 + i % 3}) for i in range(30)]
-        for i, sock in enumerate(sockets):
-            if i % 2 == 0 and i < 10:
-                sock.recv(100)
-            sock.close()
-    server.assert_idle()
-    assert server.metric("vllm:generation_tokens_total") - before < 90 * 240 * 2 / 3, "nothing was aborted"
-    assert server.post("/v1/completions", prompt="x", max_tokens=2, ignore_eos=True)["usage"]["completion_tokens"] == 2
+    with RunningServer(model_path, client=slow_client(model_path)) as server:
+        for _ in range(3):
+            sockets = [send(server.port, long | {"stream": i % 2 == 0, "n": 1 + i % 3}) for i in range(30)]
+            for i, sock in enumerate(sockets):
+                if i % 2 == 0 and i < 10:
+                    sock.recv(100)
+                sock.close()
+        server.assert_idle()
+        assert server.metric("vllm:generation_tokens_total") < 90 * 240 * 2 / 3, "nothing was aborted"
+        answer = server.post("/v1/completions", prompt="x", max_tokens=2, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == 2
 
 
 def test_a_slow_reader_holds_up_nobody(model_path):
@@ -126,7 +122,7 @@ def test_a_full_queue(narrow):
 def test_requests_of_one_key(model_path):
     options = ServeOptions(api_keys=("key-number-one", "key-number-two"), max_per_key=1)
     with RunningServer(model_path, options, slow_client(model_path)) as server:
-        other = httpx.Client(base_url=server.url, trust_env=False)
+        other = httpx.Client(base_url=server.url, timeout=60, trust_env=False)
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 16}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.iter_raw()
@@ -168,18 +164,3 @@ def test_what_outlives_the_drain_or_a_second_signal_ends_with_an_error(model_pat
             server.stop()
             text = b"".join(pieces)
         assert b'"error":{"message":"the server was shut down' in text and text.endswith(b"data: [DONE]\n\n")
-
-
-def test_a_large_request_does_not_hold_up_the_event_loop(server):
-    """A conversation of many messages and a long prompt are rendered and tokenized beside the other requests."""
-    large = [{"role": "user", "content": "word " * 20}] * 4000
-    found = []
-    asking = threading.Thread(target=lambda: found.append(server.refused("/v1/chat/completions", messages=large)))
-    asking.start()
-    slowest = 0.0
-    while asking.is_alive():
-        started = time.monotonic()
-        assert server.client.get("/health").status_code == 200
-        slowest = max(slowest, time.monotonic() - started)
-    assert found[0][0] == 400 and found[0][1]["code"] == "context_length_exceeded"
-    assert slowest < 2

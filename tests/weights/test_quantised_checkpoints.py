@@ -77,8 +77,8 @@ def test_weights_are_the_numbers_that_the_files_stand_for(tmp_path, name):
 
 # Of formats that become the same kind of matrix one: what each becomes is compared above.
 SERVED = (
-    "fp8-block", "fp8-tensor", "fp8-channel", "awq", "gptq-8", "gptq-act-order", "gptq-whole-columns", "w8a8-asymmetric",
-    "mixed",
+    "fp8-block", "fp8-tensor", "fp8-channel", "awq", "gptq-8", "gptq-act-order", "gptq-whole-columns",
+    "w8a8-asymmetric", "mixed",
 )  # fmt: skip
 
 
