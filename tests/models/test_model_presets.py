@@ -22,10 +22,6 @@ MILLIONS = {
 }  # fmt: skip
 
 
-def test_every_preset_has_its_number_here():
-    assert set(MILLIONS) == set(PRESETS)
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_shape(name):
     config = ModelConfig.from_dict(preset(name))
@@ -36,18 +32,10 @@ def test_shape(name):
     assert config.dtype in ("bfloat16", "float16") and config.max_position_embeddings >= 4096
 
 
-def test_names_are_taken_in_any_case():
+def test_names():
     assert preset("Qwen3-0.6B") == PRESETS["qwen3-0.6b"]
-
-
-def test_a_preset_is_a_copy():
-    preset("qwen3-8b")["vocab_size"] = 0
+    preset("qwen3-8b")["vocab_size"] = 0  # of a copy
     assert PRESETS["qwen3-8b"]["vocab_size"] == 151936
-
-
-@pytest.mark.parametrize("name, near", [("qwen3-0.5b", "qwen3-0.6b"), ("llama3.1_8b", "llama3.1-8b")])
-def test_an_unknown_preset_names_the_nearest_and_all(name, near):
-    with pytest.raises(ValueError) as error:
-        preset(name)
-    assert repr(name) in str(error.value) and f"did you mean {near!r}?" in str(error.value)
+    with pytest.raises(ValueError, match="'llama3.1_8b'; did you mean 'llama3.1-8b'[?]") as error:
+        preset("llama3.1_8b")
     assert all(known in str(error.value) for known in PRESETS)

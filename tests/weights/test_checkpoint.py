@@ -13,13 +13,15 @@ from tests.weights.checkpoints import not_found
 @pytest.mark.parametrize(
     "content, said",
     [
+        ('{"a":', "is not valid JSON"),
+        ("[]", "holds no JSON object"),
         ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
         ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
         ('{"architectures": ["LlamaForCausalLM"], "num_attention_heads": ' + "9" * 400 + "}", "num_attention_heads="),
         ('{"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1' + "0" * 400 + ', "num_attention_heads": 1,'
          ' "hidden_size": 2}', "rms_norm_eps="),
     ],
-    ids=["deep", "more digits than Python reads", "a huge count", "an integer beyond floats"],
+    ids=["half", "a list", "deep", "more digits than Python reads", "a huge count", "an integer beyond floats"],
 )  # fmt: skip
 def test_a_config_with_absurd_values_is_an_error_that_names_the_file(tmp_path, content, said):
     (tmp_path / "config.json").write_text(content)
@@ -29,18 +31,12 @@ def test_a_config_with_absurd_values_is_an_error_that_names_the_file(tmp_path, c
     assert len(str(error.value)) < 600
 
 
-def test_a_directory(checkpoint):
+def test_directories_and_presets(checkpoint, monkeypatch):
     found = locate(EngineConfig(str(checkpoint)))
     assert (found.path, found.format, found.config.architecture) == (checkpoint, "safetensors", "Qwen3ForCausalLM")
     assert locate(EngineConfig(str(checkpoint), load_format="dummy")).format == "dummy"
-
-
-def test_the_home_directory_is_expanded(checkpoint, monkeypatch):
     monkeypatch.setenv("HOME", str(checkpoint.parent))
     assert locate(EngineConfig(f"~/{checkpoint.name}")).path == checkpoint
-
-
-def test_a_preset():
     found = locate(EngineConfig("Qwen3-0.6B", load_format="dummy"))
     assert (found.path, found.format, found.config.hidden_size) == (None, "dummy", 1024)
 
@@ -61,12 +57,6 @@ def test_what_is_not_there_or_contradicts_the_format(tmp_path, model, error, wor
     for name in ("x.gguf", "x.safetensors"):
         (tmp_path / name).write_bytes(b"GGUF")
     not_found(error, model.format(tmp_path), *words, **arguments)
-
-
-@pytest.mark.parametrize("content, said", [('{"a":', "is not valid JSON"), ("[]", "holds no JSON object")])
-def test_a_config_that_is_no_json_object(checkpoint, content, said):
-    (checkpoint / "config.json").write_text(content)
-    not_found(ValueError, checkpoint, f"config.json {said}")
 
 
 @pytest.mark.parametrize(
@@ -109,21 +99,21 @@ def test_a_network_that_fails_is_not_a_traceback(monkeypatch):
     not_found(FileNotFoundError, "someone/model", "'someone/model'", "could not be downloaded", "ConnectionError")
 
 
-@pytest.mark.parametrize("cached, expected", [(True, [True]), (False, [True, False])])
-def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatch, checkpoint, cached, expected):
+def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatch, checkpoint):
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    calls = []
+    calls, cached = [], []
 
     def snapshot_download(model_id, allow_patterns, local_files_only=False):
-        assert model_id == "someone/model" and not [
-            p for p in allow_patterns if Path(p).suffix in (".bin", ".pt", ".py", "")
-        ]
+        assert model_id == "someone/model"
+        assert not [p for p in allow_patterns if Path(p).suffix in (".bin", ".pt", ".py", "")]
         calls.append(local_files_only)
         if local_files_only and not cached:
             raise LocalEntryNotFoundError("nothing cached")
         return str(checkpoint)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    assert locate(EngineConfig("someone/model")).path == checkpoint and calls == expected
+    assert locate(EngineConfig("someone/model")).path == checkpoint and calls == [True, False]
+    cached.append("someone/model")
+    assert locate(EngineConfig("someone/model")).path == checkpoint and calls == [True, False, True]

@@ -124,6 +124,7 @@ def test_config(tmp_path: Path) -> None:
         ({"attention.key_length": 96, "attention.value_length": 96}, "head_dim", 96),
         ({"attention.key_length": None, "attention.value_length": None}, "head_dim", HIDDEN // HEADS),
         ({"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.eom_token_id": 2}, "eos_token_id", [2, 5]),
+        ({"tokenizer.ggml.eom_token_id": 7}, "eos_token_id", [2, 7]),
         ({"attention.head_count_kv": [KV_HEADS] * LAYERS}, "num_key_value_heads", KV_HEADS),
         ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, "rope_scaling", None),
         (

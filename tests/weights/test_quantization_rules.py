@@ -17,23 +17,13 @@ def parse(**entries):
 UP, DOWN, VALUE = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.v_proj"
 
 
-@pytest.mark.parametrize(
-    "pattern, matches",
-    [
-        (UP, [UP]),
-        ("model.layers.1", [DOWN, VALUE]),
-        ("model.layers.1.mlp.down", []),
-        ("v_proj", [VALUE]),
-        ("self_attn.v_proj", [VALUE]),
-        ("proj", []),
-        ("re:.*layers.1", [DOWN, VALUE]),
-        ("re:layers", []),
-        ("re:.*_proj$", [UP, DOWN, VALUE]),
-    ],
-)
-def test_patterns(pattern, matches):
-    rule = Rule((pattern,), None)
-    assert [name for name in (UP, DOWN, VALUE) if rule.matches(name)] == matches
+def test_patterns():
+    for pattern, matches in {
+        UP: [UP], "model.layers.1": [DOWN, VALUE], "model.layers.1.mlp.down": [], "v_proj": [VALUE],
+        "self_attn.v_proj": [VALUE], "proj": [], "re:.*layers.1": [DOWN, VALUE], "re:layers": [],
+        "re:.*_proj$": [UP, DOWN, VALUE],
+    }.items():  # fmt: skip
+        assert [name for name in (UP, DOWN, VALUE) if Rule((pattern,), None).matches(name)] == matches, pattern
 
 
 def test_modules_that_are_not_converted():
@@ -45,23 +35,15 @@ def test_modules_that_are_not_converted():
     assert parse(quant_method="fbgemm_fp8").storage_of(UP).block == (1, 0)
 
 
-@pytest.mark.parametrize(
-    "activations, wanted",
-    [
-        (None, False),
-        ({"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}, True),
-        ({"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}, True),
-        ({"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}, False),
-        ({"num_bits": 8, "dynamic": True}, False),
-    ],
-)
-def test_what_activations_a_checkpoint_of_compressed_tensors_was_made_for(activations, wanted):
+def test_whether_activations_are_quantised():
     config = compressed("float-quantized", num_bits=8, type="float", strategy="channel")
-    config["config_groups"]["group_0"]["input_activations"] = activations
-    assert parse(**config).storage_of(UP).quantises_activations is wanted
-
-
-def test_activations_of_other_checkpoints_in_8_bit_floats_are_quantised():
+    for activations, wanted in (
+        (None, False), ({"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}, True),
+        ({"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}, True),
+        ({"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}, False), ({"num_bits": 8}, False),
+    ):  # fmt: skip
+        config["config_groups"]["group_0"]["input_activations"] = activations
+        assert parse(**config).storage_of(UP).quantises_activations is wanted, activations
     for scheme in ("dynamic", "static"):
         assert parse(quant_method="fp8", activation_scheme=scheme).storage_of(UP).quantises_activations
     assert parse(quant_method="fbgemm_fp8").storage_of(UP).quantises_activations
@@ -92,17 +74,11 @@ def test_groups_and_targets_of_compressed_tensors():
     assert "int4" in parse(**config).storage_of(UP).label
 
 
-@pytest.mark.parametrize(
-    "group_size, label", [(64, "in groups of 64"), (-1, "one scale a row"), (None, "one scale a row")]
-)
-def test_the_strategy_follows_from_the_size_of_groups(group_size, label):
-    found = parse(**compressed("pack-quantized", num_bits=4, group_size=group_size)).storage_of(UP)
-    assert label in found.label and found.one_scale == (group_size is None)
-
-
-def test_dense_checkpoints_of_compressed_tensors_are_floats():
-    config = compressed("dense", num_bits=4, strategy="channel")
-    assert parse(**config).storage_of(UP) is None
+def test_the_strategy_follows_from_the_size_of_groups():
+    for group_size, label in ((64, "in groups of 64"), (-1, "one scale a row"), (None, "one scale a row")):
+        found = parse(**compressed("pack-quantized", num_bits=4, group_size=group_size)).storage_of(UP)
+        assert label in found.label and found.one_scale == (group_size is None)
+    assert parse(**compressed("dense", num_bits=4, strategy="channel")).storage_of(UP) is None
 
 
 def test_files_beside_config_json(tmp_path):
