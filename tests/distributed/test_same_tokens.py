@@ -9,7 +9,7 @@ from nanovllm import SamplingParams
 from nanovllm.distributed.group import SINGLE
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from tests import tiny
-from tests.distributed.spmd import Pool, engine
+from tests.distributed.spmd import engine
 from tests.engine.fast.replayed import BACKEND, lengths_on_the_device
 
 MODELS = {
@@ -44,13 +44,6 @@ MODES = {
         ),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(4)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture(scope="module")
