@@ -83,9 +83,10 @@ class Metrics:
         self._iteration = histogram("iteration_tokens_total", "Output tokens of a step.", _TOKENS)
         self._step = Histogram("nanovllm:step_seconds", "Seconds of a step.", _STEP_SECONDS)
         self._lag = Histogram("nanovllm:frontend_lag_seconds", "How late the event loop is.", _STEP_SECONDS)
-        success = {("request_success", reason): 0 for reason in ("stop", "length", "abort", "error")}
-        self._counters: Counter[tuple[str, ...]] = Counter({(name,): 0 for name in _TOTALS} | success)
+        self._counters: Counter[tuple[str, ...]] = Counter()
         """By name and values of the labels."""
+        self._counters.update({(name,): 0 for name in _TOTALS})
+        self._counters.update({("request_success", reason): 0 for reason in ("stop", "length", "abort", "error")})
         self._last_step = 0.0
         self._histograms = (
             self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prompt, self._generation, self._n,
