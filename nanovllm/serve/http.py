@@ -17,7 +17,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = Iterable[tuple[bytes, bytes]]
 
-_BODY_PIECE = 64 << 10
 _JSON = ((b"content-type", b"application/json"),)
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 

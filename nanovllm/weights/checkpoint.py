@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,11 @@ def locate(config: EngineConfig) -> Checkpoint:
     Raises:
         ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
     """
-    return replace(
-        _locate(config),
-        online_head=config.lm_head_quantization,
-        activation_quantization=config.activation_quantization,
-    )
-
-
-def _locate(config: EngineConfig) -> Checkpoint:
     path = Path(config.model).expanduser()
     dummy = config.load_format == "dummy"
+    checkpoint = partial(
+        Checkpoint, online_head=config.lm_head_quantization, activation_quantization=config.activation_quantization
+    )
     if path.suffix == ".gguf" or path.is_file():
         if not path.is_file():
             raise FileNotFoundError(f"model={config.model!r}: no such file")
@@ -66,13 +62,13 @@ def _locate(config: EngineConfig) -> Checkpoint:
             raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
         header, online = open_gguf(path), _online(config.quantization, None, path)
         model = _parse(gguf.read_config(path), path)
-        return Checkpoint(model, path, "dummy" if dummy else "gguf", header, online=online)
+        return checkpoint(model, path, "dummy" if dummy else "gguf", header, online=online)
     if config.load_format == "gguf":
         raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
     if not path.is_dir():
         if dummy and (config.model.lower() in PRESETS or "/" not in config.model):
             online = _online(config.quantization, None, path)
-            return Checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy", online=online)
+            return checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy", online=online)
         path = _from_hub(config.model)
     config_file = path / "config.json"
     if not config_file.is_file():
@@ -80,7 +76,7 @@ def _locate(config: EngineConfig) -> Checkpoint:
     entries = read_json(config_file)
     model, quantization = _parse(entries, config_file), quantization_config.read(entries, path)
     online = _online(config.quantization, quantization, path)
-    return Checkpoint(model, path, "dummy" if dummy else "safetensors", None, quantization, online)
+    return checkpoint(model, path, "dummy" if dummy else "safetensors", None, quantization, online)
 
 
 def _online(asked: str | None, quantization: Quantization | None, path: Path) -> str | None:

@@ -117,6 +117,7 @@ def iter_tensors(
     arch = _architecture(file)
     num_heads = _number(file, "attention.head_count")
     num_kv_heads = _number(file, "attention.head_count_kv", num_heads)
+    permuted = {"attn_q": num_heads, "attn_k": num_kv_heads} if FAMILIES[arch].permuted else {}
     names = _hf_names(file, arch)
     dequantize: _Dequantize | None = None
     if any(file.tensors[n].type not in _PLAIN_DTYPES and hf_name not in packed for n, hf_name in names.items()):
@@ -129,15 +130,9 @@ def iter_tensors(
             part = parts.get(hf_name)
             if hf_name in packed:
                 tensor = _read_blocks(data, info, part)
-            elif part is None:
-                tensor = _read_tensor(data, info, dequantize)
             else:
-                tensor = _read_part(data, info, dequantize, part)
-            heads = (
-                {"attn_q": num_heads, "attn_k": num_kv_heads}.get(name.split(".")[-2])
-                if FAMILIES[arch].permuted
-                else None
-            )
+                tensor = _read_tensor(data, info, dequantize, part)
+            heads = permuted.get(name.split(".")[-2])
             if heads is not None:
                 if part is not None:
                     heads = heads * part.length // info.shape[0]  # a part has whole heads
@@ -297,22 +292,20 @@ def _map(file: GGUFFile) -> np.memmap:
     return np.memmap(file.path, dtype=np.uint8, mode="c")
 
 
-def _read_tensor(data: np.memmap, info: TensorInfo, dequantize: _Dequantize | None) -> torch.Tensor:
+def _read_tensor(
+    data: np.memmap, info: TensorInfo, dequantize: _Dequantize | None, part: Part | None = None
+) -> torch.Tensor:
     raw = data[info.offset : info.offset + info.nbytes]
     dtype = _PLAIN_DTYPES.get(info.type)
-    if dtype is None:
-        assert dequantize is not None
-        return torch.from_numpy(dequantize(raw.reshape(*info.shape[:-1], -1), info.type)).reshape(info.shape)
-    if info.offset % dtype.itemsize:  # torch wants elements at multiples of their size
-        raw = raw.copy()
-    return torch.from_numpy(raw).view(dtype).reshape(info.shape)
-
-
-def _read_part(data: np.memmap, info: TensorInfo, dequantize: _Dequantize | None, part: Part) -> torch.Tensor:
-    if info.type in _PLAIN_DTYPES:
-        return part.of(_read_tensor(data, info, None))  # the rest of the mapped file is not read
+    if dtype is not None:
+        if info.offset % dtype.itemsize:  # torch wants elements at multiples of their size
+            raw = raw.copy()
+        tensor = torch.from_numpy(raw).view(dtype).reshape(info.shape)
+        return tensor if part is None else part.of(tensor)  # the rest of the mapped file is not read
     assert dequantize is not None
-    blocks = data[info.offset : info.offset + info.nbytes].reshape(*info.shape[:-1], -1)
+    blocks = raw.reshape(*info.shape[:-1], -1)
+    if part is None:
+        return torch.from_numpy(dequantize(blocks, info.type)).reshape(info.shape)
     if part.dim == 0 and len(info.shape) == 2:
         return torch.from_numpy(dequantize(blocks[part.start : part.start + part.length], info.type))
     weights, nbytes = block_size(info.type)

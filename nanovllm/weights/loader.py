@@ -19,12 +19,12 @@ from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.layers.packed_weight import PackedWeight, weights_without_memory
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
+from nanovllm.weights import dummy as random_weights
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.dummy import fill_random
 from nanovllm.weights.packed_layers import PackedLayers, Place, ShardPlanes
-from nanovllm.weights.packed_loader import load_packed, pack_model
-from nanovllm.weights.places import Shards, find_places, parts_of
+from nanovllm.weights.packed_loader import load_packed, stored_tensors
+from nanovllm.weights.places import find_places, parts_of
 from nanovllm.weights.prepacked_layers import prepack_layers
 from nanovllm.weights.quantization.online import Quantiser
 from nanovllm.weights.quantization.resolve import packed_blocks, packed_modules, stored_shards
@@ -62,38 +62,37 @@ def load_model(
         with torch.device(where), _default_dtype(dtype):
             return cls(checkpoint.config, max_position, kernels)
 
-    def layers(model: DecoderForCausalLM, places: Mapping[str, Place], shards: Shards) -> PackedLayers:
-        planes = ShardPlanes(model, places, shards, quantiser, dtype, device)
-        keep = device.type == "cuda" or packed is not None if keep_packed is None else keep_packed
-        quantise = checkpoint.activation_quantization
-        return PackedLayers(model, planes, kernels, dtype, device, keep, packed is None, quantise)
-
-    if checkpoint.format == "dummy":
-        with weights_without_memory():
-            model = build(device)
-        packed_layers = layers(model, {}, {})
-        fill_random(model, seed, packed_layers)
-        packed_layers.finish(checkpoint)
-        return pack_model(model, kernels, max_position, packed) if packed else _prepacked(model, kernels)
-    layout = SourceLayout(checkpoint.config, checkpoint.format)
-    raw, headers, storages = _read_headers(checkpoint, layout)
-    meta = build("meta")
+    layout, dummy = SourceLayout(checkpoint.config, checkpoint.format), checkpoint.format == "dummy"
+    if dummy:
+        meta = build("meta")
+        raw = headers = random_weights.read_headers(meta)
+        storages: Mapping[str, Storage] = {}
+    else:
+        raw, headers, storages = _read_headers(checkpoint, layout)
+        meta = build("meta")
     shards = stored_shards(meta, storages, None if checkpoint.format == "gguf" else layout.head_order)
     places = find_places(meta, headers, shards)
     if packed:
         planes = ShardPlanes(meta, places, shards, quantiser, dtype, device)
-        return load_packed(checkpoint, kernels, dtype, max_position, places, planes, packed)
+        drawn = ((name, "", tensor) for name, tensor in random_weights.iter_tensors(meta, seed, device))
+        return load_packed(
+            checkpoint.config, drawn if dummy else stored_tensors(checkpoint), layout, kernels, dtype, max_position,
+            places, planes, packed,
+        )  # fmt: skip
     with weights_without_memory():
         model = build(device)
-    packed_layers = layers(model, places, shards)
+    planes = ShardPlanes(model, places, shards, quantiser, dtype, device)
+    keep = device.type == "cuda" if keep_packed is None else keep_packed
+    layers = PackedLayers(
+        model, planes, kernels, dtype, device, keep, quantise_activations=checkpoint.activation_quantization
+    )
     parts = parts_of(model, places, shards)
-    stored = _read_tensors(checkpoint, raw, layout.stored_parts(parts))
-    copy_weights(model, places, layout.tensors(stored, parts, packed_layers.names), packed_layers)
-    packed_layers.finish(checkpoint)
-    return _prepacked(model, kernels)
-
-
-def _prepacked(model: DecoderForCausalLM, kernels: Kernels) -> DecoderForCausalLM:
+    if dummy:
+        stored = random_weights.iter_tensors(meta, seed, device, layout.stored_parts(parts))
+    else:
+        stored = _read_tensors(checkpoint, raw, layout.stored_parts(parts))
+    copy_weights(model, places, layout.tensors(stored, parts, layers.names), layers)
+    layers.finish(checkpoint)
     prepack_layers(model, kernels)
     return model.eval()
 

@@ -153,7 +153,6 @@ class PackedLayers:
         planes: what is packed.
         dtype: the dtype of activations.
         keep: whether weights stay packed; if not they are expanded to `dtype`.
-        in_planes: whether the bytes of GGUF's blocks are put in the order that kernels of a GPU read.
         quantise_activations: as of `PackedWeight`.
     """
 
@@ -165,12 +164,11 @@ class PackedLayers:
         dtype: torch.dtype,
         device: torch.device,
         keep: bool,
-        in_planes: bool = True,
         quantise_activations: bool = True,
     ) -> None:
         self.device, self.names = device, planes.names
         self._model, self._planes, self._kernels, self._dtype, self._keep = model, planes, kernels, dtype, keep
-        self._in_planes, self._quantise_activations = in_planes, quantise_activations
+        self._quantise_activations = quantise_activations
         self._matrices: dict[str, dict[str, StoredMatrix]] = {name: {} for name in planes.modules}
         self._not_finite: list[tuple[str, torch.Tensor]] = []
         for name, module in model.named_modules():
@@ -222,8 +220,8 @@ class PackedLayers:
         if not self._keep or all(isinstance(m, FloatMatrix) for m in matrices):
             whole = torch.cat([m.dequantised(self._dtype) for m in matrices])
             return nn.Parameter(whole, requires_grad=False)
-        if self._in_planes:
-            matrices = [m.as_planes() if isinstance(m, GGUFMatrix) else m for m in matrices]
+        # The bytes of GGUF's blocks in the order that kernels of a GPU read.
+        matrices = [m.as_planes() if isinstance(m, GGUFMatrix) else m for m in matrices]
         return PackedWeight(matrices, self._dtype, self._kernels, self._quantise_activations)
 
     def finish(self, checkpoint: Checkpoint) -> None:

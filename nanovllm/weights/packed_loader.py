@@ -11,11 +11,9 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.cpu.library import GGUF_FORMATS, PLAIN, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderLayerWeights, DecoderWeights
-from nanovllm.layers.linear import ColumnParallelLinear, ShardedParameters
-from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix
+from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint
@@ -37,7 +35,9 @@ _NAMES = {
 
 
 def load_packed(
-    checkpoint: Checkpoint,
+    config: ModelConfig,
+    stored: Iterable[tuple[str, str, torch.Tensor]],
+    layout: SourceLayout,
     kernels: Kernels,
     dtype: torch.dtype,
     max_position: int,
@@ -45,12 +45,13 @@ def load_packed(
     planes: ShardPlanes,
     activations: str = "float32",
 ) -> PackedDecoderForCausalLM:
-    """The checkpoint's model with packed weights.
+    """A model with packed weights.
 
     Blocks of a GGUF file stay as they are. Other quantised matrices stay packed if a format of the C++ kernels holds
     the same numbers (`packed_matrix`), and else become plain ones.
 
     Args:
+        stored: the tensors of a checkpoint, as `stored_tensors` yields them.
         dtype: plain matrices are stored in it, or in 16 bits if the file has these and it is float32.
         places: the places of the checkpoint's tensors, from `find_places`.
         planes: the planes of quantised matrices.
@@ -59,14 +60,13 @@ def load_packed(
     Raises:
         WeightError: a weight is not finite, or a stored LM head differs from the embedding that it is tied to.
     """
-    layout = SourceLayout(checkpoint.config, checkpoint.format)
     tensors = (
         (name, format, tensor)
-        for stored_name, format, stored_tensor in _stored(checkpoint)
+        for stored_name, format, stored_tensor in stored
         for name, tensor in layout.tensors([(stored_name, stored_tensor)], as_stored=planes.names)
     )
-    stored = _with_matrices(tensors, places, planes, activations)
-    model = _pack(checkpoint.config, stored, kernels, dtype, max_position, activations, planes.makes_head)
+    weights = _with_matrices(tensors, places, planes, activations)
+    model = _pack(config, weights, kernels, dtype, max_position, activations, planes.makes_head)
     log_form(planes, "")
     return model
 
@@ -77,7 +77,7 @@ def _with_matrices(
     planes: ShardPlanes,
     activations: str,
 ) -> Iterator[tuple[str, Place, str, torch.Tensor | PackedMatrix]]:
-    """(name, place, format, tensor) of every weight, for the tensors of a checkpoint as `_stored` yields them."""
+    """(name, place, format, tensor) of every weight, for a checkpoint's tensors in the model's layout."""
     for name, format, tensor in tensors:
         place = places.get(name)
         if place is None:
@@ -101,42 +101,14 @@ def _matrix(matrix: StoredMatrix, activations: str) -> torch.Tensor | PackedMatr
     return matrix.dequantised() if packed is None else packed
 
 
-def pack_model(
-    model: DecoderForCausalLM, kernels: Kernels, max_position: int, activations: str = "float32"
-) -> PackedDecoderForCausalLM:
-    """A model in memory, with packed weights."""
-
-    def parts() -> Iterator[tuple[str, Place, str, torch.Tensor | PackedMatrix]]:
-        for name, module in model.named_modules():
-            if not isinstance(module, ShardedParameters):
-                continue
-            weight = getattr(module, "weight", None)
-            if isinstance(weight, PackedWeight) and not (name == "lm_head" and weight is embedding):
-                start = 0
-                for shard in module.shards:
-                    size = module.sizes[shard] if isinstance(module, ColumnParallelLinear) else weight.shape[0]
-                    matrix = _matrix(weight.part(start, size), activations)
-                    yield f"{name}.weight", (name, "weight", shard), "", matrix
-                    start += size
-            for parameter, value in module.named_parameters(recurse=False):
-                sizes = [module.sizes[s] for s in module.shards] if isinstance(module, ColumnParallelLinear) else None
-                pieces = value.split(sizes) if sizes else [value]
-                for shard, piece in zip(module.shards, pieces):
-                    yield f"{name}.{parameter}", (name, parameter, shard), "", piece
-
-    embedding = model.model.embed_tokens.weight
-    own_head = model.lm_head.weight is not embedding
-    return _pack(model.config, parts(), kernels, model.dtype, max_position, activations, own_head)
-
-
 def _pack(
     config: ModelConfig,
     stored: Iterable[tuple[str, Place, str, torch.Tensor | PackedMatrix]],
     kernels: Kernels,
     dtype: torch.dtype,
     max_position: int,
-    activations: str = "float32",
-    own_head: bool = False,
+    activations: str,
+    own_head: bool,
 ) -> PackedDecoderForCausalLM:
     """The model of these weights.
 
@@ -181,7 +153,8 @@ def _pack(
     return packed.eval()
 
 
-def _stored(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Tensor]]:
+def stored_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name, format, tensor) of every tensor in a checkpoint's files; format: of a GGUF file's blocks, or ""."""
     assert checkpoint.path is not None
     if checkpoint.format == "gguf":
         yield from gguf.iter_stored(checkpoint.path)

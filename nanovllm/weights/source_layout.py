@@ -20,7 +20,8 @@ class SourceLayout:
     """The layout of a checkpoint's tensors.
 
     Args:
-        format: the format of the checkpoint; a GGUF file stores the weights of norms whole.
+        format: the format of the checkpoint. A GGUF file stores the weights of norms whole; random weights are drawn
+            as the model has them.
 
     Attributes:
         head_order: the order of rows within each head of queries and keys, head_dim indices; None: as they are stored.
@@ -35,12 +36,12 @@ class SourceLayout:
             "q_proj": c.num_attention_heads * c.head_dim, "k_proj": c.num_kv_heads * c.head_dim,
             "v_proj": c.num_kv_heads * c.head_dim, "gate_proj": c.intermediate_size, "up_proj": c.intermediate_size,
         }  # fmt: skip
-        self._norm_offset = 0.0 if format == "gguf" else cls.norm_offset
+        self._norm_offset = cls.norm_offset if format == "safetensors" else 0.0
         rotated = {c.ropes[layer.rope].rotary_dim(c.head_dim) for layer in c.layers if layer.rope is not None}
         part = {dim for dim in rotated if dim < c.head_dim}
         if part and len(rotated) > 1:
             raise WeightError("config.json: layers that rotate different parts of their heads are not supported")
-        self.head_order = head_order(c.head_dim, *part) if part else None
+        self.head_order = head_order(c.head_dim, *part) if part and format != "dummy" else None
 
     def headers(self, headers: Sequence[TensorHeader], as_stored: Container[str] = ()) -> list[TensorHeader]:
         """The headers of the model's tensors.
