@@ -82,7 +82,8 @@ DECODE = [
 
 @pytest.mark.parametrize("dtype, dim, group, queries, capability, rotate, window", DECODE)
 def test_decode_compiles_without_spills(dtype, dim, group, queries, capability, rotate, window, tmp_path):
-    """Each built-in plan. Of plans that differ in nothing but their pieces, one."""
+    """Built-in plans: every one of heads of 128 on sm_90, elsewhere every other, by turns. Of plans that differ in
+    nothing but their pieces, one."""
     rows = group * tokens_together(queries, group)
     columns = KV_HEADS * -(-queries * group // rows)
     itemsize = DTYPES[dtype][1].itemsize
@@ -90,7 +91,10 @@ def test_decode_compiles_without_spills(dtype, dim, group, queries, capability, 
     for count in (1, 4, 8, 300) if rotate else (1, 8, 70, 300):
         plan = plan_decode(count, columns, rows, dim, itemsize, dtype == "fp32", 132, rotate)
         plans.setdefault(replace(plan, pieces=1, least=1), (count, plan))
-    for count, plan in plans.values():
+    every = list(plans.values())
+    if (dim, capability) != (128, 90):
+        every = every[DECODE.index((dtype, dim, group, queries, capability, rotate, window)) % len(every[:2]) :: 2]
+    for count, plan in every:
         q, k, v, cache, scales = decode_arguments(count, group, dim, dtype, queries)
 
         def call(plan=plan, q=q, k=k, v=v, cache=cache, scales=scales):
@@ -161,7 +165,8 @@ PREFILL = [
 @pytest.mark.parametrize("dtype, dim, group, capability, options", PREFILL)
 def test_prefill_compiles_without_spills(dtype, dim, group, capability, options, tmp_path):
     starts = torch.arange(9, dtype=torch.int32)
-    for block_size, concurrent in ((256, False), (16, False), (256, True)):
+    small_blocks = ((16, False),) * ((dim, group, options) == (128, 2, {}))
+    for block_size, concurrent in ((256, False), *small_blocks, (256, True)):
         q, _, _, cache, scales = decode_arguments(8, group, dim, dtype, block_size=block_size)
         itemsizes = q.element_size(), 700, cache[0].element_size()
         plan = plan_prefill(group, dim, *itemsizes, capability // 10, concurrent)
@@ -183,12 +188,9 @@ def test_prefill_compiles_without_spills(dtype, dim, group, capability, options,
     "dim, group, block_size, options",
     [
         (64, 3, 16, {}),
-        (80, 1, 256, {}),
         (96, 4, 64, {"window": 100}),
         (128, 2, 256, {}),
         (128, 7, 256, {"soft_cap": 20.0}),
-        (256, 4, 256, {}),
-        (128, 1, 16, {"window": 1000, "soft_cap": 50.0}),
         (256, 2, 256, {"window": 4096, "soft_cap": 50.0}),
     ],
 )
