@@ -47,6 +47,7 @@ WIDE = torch.zeros(10, BLOCK, KV_HEADS, DIM)
         ({"scale": float("nan")}, "scale: .* got nan"),
         ({"k_cache": WIDE[:, :, :0], "v_cache": WIDE[:, :, :0]}, "k_cache: expected at least one KV head"),
         ({"v_scale": torch.tensor([1.0, -2.0])}, r"v_scale: expected positive numbers, got \[1.0, -2.0\]"),
+        ({"soft_cap": -1.0}, "soft_cap: expected None or a positive finite number, got -1.0"),
         ({"soft_cap": float("inf")}, "soft_cap: expected None or a positive finite number, got inf"),
         (
             {"k_scale": torch.ones(3)},
