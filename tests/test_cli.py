@@ -205,6 +205,8 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
     rows = {r["provider"]: r for r in json.loads(done.stdout)}
     assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
     assert any("scale 50" in f for f in rows["wrong"]["failures"])
+    worst = {name: row["worst_error_over_tolerance"] for name, row in rows.items()}
+    assert 0 < worst["right"] < 1 < worst["wrong"]
 
 
 NO_MASK = """
