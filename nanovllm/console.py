@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from nanovllm.early_exit import INTERRUPTED, raise_when_loaded
 
@@ -42,9 +44,41 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
     except (ValueError, TypeError, FileNotFoundError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):
             raise
-        print(f"{name}: {e}", file=sys.stderr)
+        say(f"{erased_line()}{name}: {e}", sys.stderr)
         code = 1
     sys.exit(code)
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print sentences. On a terminal, lines end between words; in a file or a pipe each line stays whole."""
+    file = file or sys.stdout
+    print(_folded(text) if file.isatty() else text, file=file, flush=True)
+
+
+def _folded(text: str) -> str:
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent=line[: len(line) - len(line.lstrip())], break_long_words=False,
+                      break_on_hyphens=False) if len(line) > width else line
+        for line in text.split("\n")
+    )  # fmt: skip
+
+
+def erased_line() -> str:
+    """What takes a `StatusLine` away if standard error is a terminal, else nothing."""
+    return "\r\x1b[2K" if sys.stderr.isatty() else ""
+
+
+class LogFormatter(logging.Formatter):
+    """Log lines for standard error: on a terminal, a line replaces the `StatusLine` and ends between words."""
+
+    def __init__(self) -> None:
+        super().__init__("%(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The text of a record."""
+        text = super().format(record)
+        return erased_line() + (_folded(text) if sys.stderr.isatty() else text)
 
 
 class StatusLine:
@@ -57,13 +91,32 @@ class StatusLine:
         """Replace the line. Longer text than the terminal is wide is cut at its end."""
         if sys.stderr.isatty():
             self._shown = True
-            print(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+            print(
+                f"{erased_line()}{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True
+            )
 
     def clear(self) -> None:
         """Take the line away, before something else is printed."""
         if self._shown:
             self._shown = False
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+            print(erased_line(), end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show a status line while the block runs."""
+    status = StatusLine()
+    status.show(text)
+    try:
+        yield
+    finally:
+        status.clear()
+
+
+def import_torch() -> None:
+    """Import PyTorch, which takes seconds on a slow disk or a busy machine, and say so meanwhile."""
+    with working("importing PyTorch ..."):
+        import torch  # noqa: F401
 
 
 @dataclass(frozen=True)
