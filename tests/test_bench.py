@@ -120,6 +120,7 @@ def test_without_custom_kernels_there_is_nothing_to_compare_or_ablate(run):
     code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", NO_CPU_KERNELS)
     assert code == 0 and [r["variant"] for r in record["rows"]] == ["custom", "native"]
     assert "custom: both rows ran the reference, since no custom kernel ran on cpu" in out
+    assert "nanovllm default" in out and "nanovllm native" in out and "nanovllm custom" not in out
     assert "no op of this model has a custom kernel here" in out
 
 

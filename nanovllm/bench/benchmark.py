@@ -17,7 +17,7 @@ from nanovllm.bench import result_tables as text
 from nanovllm.bench.job import Job, Row
 from nanovllm.bench.launcher import Launch, WorkerDied, measure_rows
 from nanovllm.bench.workloads import Workload
-from nanovllm.console import INTERRUPTED, StatusLine
+from nanovllm.console import INTERRUPTED, StatusLine, say
 from nanovllm.hardware.measured_rates import Rates, best_of
 from nanovllm.json_output import STDOUT, check_target, write_json
 
@@ -81,7 +81,7 @@ class Benchmark:
         rows = self.record.rows
         lines = [*text.comparison_lines(rows), *self._over_limit(), *text.load_lines(rows), *text.error_lines(rows)]
         for line in lines:
-            print(line)
+            say(line)
         code = self._keep(code)
         # Last: whatever happens in it, all else is on the disk.
         if self.args.profile and code != INTERRUPTED:
@@ -250,13 +250,13 @@ class Benchmark:
                     results.add_shares(row, self.record.rates)
                 changed = _changes(before, rates)
                 if changed:
-                    print(f"measured again: {changed}; from here on the larger of the two counts", flush=True)
+                    say(f"measured again: {changed}; from here on the larger of the two counts")
                 if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
-                    print(f"measured on {rates.device}: {further}", flush=True)
+                    say(f"measured on {rates.device}: {further}")
                 return
             self.record.rates = rates
             matmul = _products(rates.matmul)
-            print(f"measured on {rates.device}: {rates.bandwidth / 1e9:,.0f} GB/s, {matmul}", flush=True)
+            say(f"measured on {rates.device}: {rates.bandwidth / 1e9:,.0f} GB/s, {matmul}")
         elif kind in ("loading", "started"):
             self.status.show(f"{content} ...")
 

@@ -24,8 +24,14 @@ _NARROW = ("workload", "engine", "out tok/s", "spread", "TTFT ms", "ITL ms", "GB
 
 
 def name_of(row: Row) -> str:
-    """The engine and its configuration."""
-    return f"{row.engine} {row.variant}".strip()
+    """The engine and its configuration. "default" instead of "custom" where no custom kernel ran."""
+    variant = row.variant.replace("custom", "default", 1) if _ran_references(row) else row.variant
+    return f"{row.engine} {variant}".strip()
+
+
+def _ran_references(row: Row) -> bool:
+    """Whether every op of a row of ours ran its reference."""
+    return set(row.about.get("kernels", {}).values()) == {"native"}
 
 
 def error_lines(rows: Sequence[Row]) -> list[str]:
@@ -95,7 +101,7 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
         if row.engine != "nanovllm" or row.error is not None or not row.variant.startswith("custom"):
             continue
         native = find(rows, "nanovllm", "native", row.workload, row.model)
-        if native is not None and set(row.about.get("kernels", {}).values()) == {"native"}:
+        if native is not None and _ran_references(row):
             device = row.about.get("device", "this device")
             lines.append(f"{row.workload}: both rows ran the reference, since no custom kernel ran on {device}")
         elif native is not None:

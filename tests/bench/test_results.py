@@ -218,6 +218,12 @@ def test_lines_of_comparisons():
         r.about = {"device": "cpu", "kernels": {"rms_norm": "native"}}
     said = "bs1: both rows ran the reference, since no custom kernel ran on cpu"
     assert result_tables.comparison_lines(rows[:2]) == [said]
+    assert [result_tables.name_of(r) for r in rows[:3]] == [
+        "nanovllm default",
+        "nanovllm native",
+        "nanovllm no rms_norm",
+    ]
+    assert result_tables.name_of(row(100.0)) == "nanovllm custom"
 
 
 def test_rows_fit_80_columns():
