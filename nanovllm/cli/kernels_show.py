@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm.cli import kernels_common as common
-from nanovllm.console import Column, Rows
+from nanovllm.console import WIDTH, Column, Rows
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -33,16 +35,17 @@ def show(
     write_json(json_file, document | {"reference": _source(declared)})
     if json_file == STDOUT:
         return
-    print(f"{_signature(declared)}\n\n{inspect.getdoc(declared)}\n")
+    print(f"{_signature(declared)}\n\n{_folded_doc(inspect.getdoc(declared) or '')}\n")
     table = Rows(Column("declared", 12), Column("", 67))
     for name, value in facts.items():
-        for i, line in enumerate(common.wrapped(value, 67)):
-            table.add(name if i == 0 else "", line)
+        apart = re.sub(r"(?<=[A-Z])x(?=[A-Z])", "x\n", value)  # a long form of a shape may go on after an x
+        for i, line in enumerate(common.wrapped(apart, 67)):
+            table.add(name if i == 0 else "", line.replace("x ", "x") if name == "shape is" else line)
     table.end()
-    print(f"\nThe reference:\n\n{_source(declared)}")
-    table = Rows(Column("provider", 12), Column("GPUs", 7), Column("function", 59))
+    print(f"\nThe reference, {_place(declared)}:\n\n{_source(declared, with_doc=False)}")
+    table = Rows(Column("provider", 12), Column("GPUs", 7), Column("where it is", 59))
     for row in providers:
-        table.add(row["provider"], row["GPUs"], row["function"])
+        table.add(row["provider"], row["GPUs"], row["function"].removesuffix(f":{op}"))
     table.end()
     print(f"\n`nanovllm kernels why {op}` says which one runs here.")
 
@@ -50,7 +53,8 @@ def show(
 def _signature(declared: Op) -> str:
     """As Python writes it, without the modules of our types; a line for each parameter if 80 columns are too few."""
     short = re.sub(r"\bnanovllm(\.\w+)+\.(\w+)", r"\2", f"{declared.name}{declared.signature}")
-    if len(short) <= 80:
+    short = re.sub(r"(?<=: |> )'([^']*)'", r"\1", short)  # annotations that are kept as text
+    if len(short) <= WIDTH:
         return short
     name, _, rest = short.partition("(")
     parameters, _, result = rest.rpartition(")")
@@ -85,12 +89,62 @@ def _target(provider: Provider) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def _source(declared: Op) -> str:
-    """The text of the reference, and before it of the functions of its module that it calls."""
+def _folded_doc(doc: str) -> str:
+    """A docstring in lines of 80 characters. A line that continues the one before, which was full, is joined to it."""
+    lines: list[str] = []
+    before = ""
+    for line in doc.split("\n"):
+        words = line.split()
+        begins = re.match(r"\s*[\w, ]+: ", line)  # the text of an argument
+        if words and before and not begins and len(before) + 1 + len(words[0]) > _DOC_WIDTH:
+            lines[-1] += " " + line.strip()
+        else:
+            lines.append(line)
+        before = line
+    return "\n".join(
+        textwrap.fill(
+            line, WIDTH, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4 * line.startswith(" ")),
+            break_long_words=False, break_on_hyphens=False,
+        )
+        for line in lines
+    )  # fmt: skip
+
+
+_DOC_WIDTH = 116
+"""Characters of a full line of a docstring: the package's limit, less the indentation that is taken away."""
+
+
+def _place(declared: Op) -> str:
+    """Where the reference is: file:line."""
+    code = declared.native.__code__
+    path = re.sub(r".*/(nanovllm/)", r"\1", code.co_filename)
+    return f"{path}:{code.co_firstlineno}"
+
+
+def _source(declared: Op, with_doc: bool = True) -> str:
+    """The text of the reference, and before it of the functions of its module that it calls.
+
+    Lines longer than the terminal stay whole: broken by us, they would not be Python.
+
+    Args:
+        with_doc: with the reference's own docstring.
+    """
     native = declared.native
     called = (native.__globals__.get(name) for name in native.__code__.co_names)
     functions: list[Any] = [f for f in called if inspect.isfunction(f) and f.__module__ == native.__module__]
     try:
-        return "\n\n".join(inspect.getsource(f) for f in (*functions, native))
+        texts = [inspect.getsource(f) for f in (*functions, native)]
     except (OSError, TypeError):  # typed into an interpreter
         return "(its text is not kept in a file)\n"
+    return "\n\n".join(texts if with_doc else [*texts[:-1], _without_doc(texts[-1])])
+
+
+def _without_doc(text: str) -> str:
+    """The text of a function without its docstring."""
+    (function,) = ast.parse(text).body
+    assert isinstance(function, ast.FunctionDef)
+    doc = function.body[0]
+    if ast.get_docstring(function) is None or len(function.body) == 1:
+        return text
+    lines = text.split("\n")
+    return "\n".join(lines[: doc.lineno - 1] + lines[doc.end_lineno :])

@@ -163,24 +163,23 @@ def _compare(
 ) -> Verdict:
     worst, where = 0.0, ""
     tolerance = declared.tolerance[case.dtype]
-    for i, (got, want) in enumerate(zip(results, expected)):
+    for i, (got, want) in enumerate(zip(results, expected), 1):
+        name = "the result" if len(results) == 1 else f"result {i} of {len(results)}"
         if got.shape != want.shape:
-            return Verdict(case, failure=f"result {i} has shape {list(got.shape)} instead of {list(want.shape)}")
+            return Verdict(case, failure=f"{name} has shape {list(got.shape)} instead of {list(want.shape)}")
         if _is_float(want) and got.dtype != case.dtype and got.element_size() > 1:
-            return Verdict(case, failure=f"result {i} is {got.dtype}")
+            return Verdict(case, failure=f"{name} is {got.dtype}")
         if not got.numel():
             continue
         if not _is_float(want):
             if not torch.equal(got, want):
-                return Verdict(case, failure=f"result {i} differs")
+                return Verdict(case, failure=f"{name} differs")
             continue
         magnitude = declared.magnitude
         if declared.cancels and want.shape[-1] < _FEW:
             magnitude = max(magnitude, _magnitude(arguments))
         errors = _errors(got.double(), want.double(), tolerance, magnitude, torch.finfo(case.dtype))
-        for error, description in zip(
-            errors, (f"result {i} at", f"the root of the mean square of result {i}'s errors in row")
-        ):
+        for error, description in zip(errors, (f"{name} at", f"the root of the mean square of {name}'s errors in row")):
             largest = float(error.max())
             if largest > max(worst, 1.0):
                 where = _describe_worst(description, error, got, want)
