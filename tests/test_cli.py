@@ -181,15 +181,20 @@ def test_kernels_why():
 def test_kernels_show():
     shown = run_here("kernels", "show", "rms_norm").stdout
     assert shown.startswith("rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor")
-    for said in ("arguments    x [..., size], weight [size]", "torch.rsqrt(", "nanovllm.kernels.triton.rows:rms_norm"):
+    for said in ("arguments    x [..., size], weight [size]", "torch.rsqrt(", "sm_80+  nanovllm.kernels.triton.rows\n"):
         assert said in shown
+    assert shown.count("Args:\n") == 1  # the docstring stands above, not again in the reference
     document = json.loads(run_here("kernels", "show", "store_kvcache", "--json", "-").stdout)
     assert document["mutates"] == "k_cache, v_cache" and "slot_mapping" in document["arguments"]
     assert [p["provider"] for p in document["providers"]][:2] == ["native", "triton"]
     assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
-    signature = run_here("kernels", "show", "qk_norm_rope_attention").stdout.partition("\n\n")[0]
-    assert signature.startswith("qk_norm_rope_attention(\n    q: torch.Tensor,\n    new: NewTokens,\n    kv: PagedKV,")
-    assert max(map(len, signature.splitlines())) <= 80
+    for name in ("qk_norm_rope_attention", "linear_packed_add_rms_norm"):
+        above, _, rest = run_here("kernels", "show", name).stdout.partition("\nThe reference, ")
+        below = rest[rest.index("provider     GPUs") :]
+        assert max(map(len, (above + below).splitlines())) <= 80 and "'" not in above.partition("\n\n")[0]
+        if name == "qk_norm_rope_attention":
+            signature = "qk_norm_rope_attention(\n    q: torch.Tensor,\n    new: NewTokens,\n    kv: PagedKV,"
+            assert above.startswith(signature) and re.match(r"nanovllm/kernels/ops/\w+\.py:\d+:", rest)
 
 
 def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
@@ -245,12 +250,14 @@ def test_kernels_verify_prints_the_seed_it_drew():
     """And with it draws the same inputs again; in this process too, without a time limit."""
     command = "kernels", "verify", "softmax", "--provider", "native", "--quick", "--json", "-"
     first, second = run_here(*command), run_here(*command, "--timeout", "0")
-    (seed,), (other,) = (re.findall(r"^inputs of --seed (\d+)$", done.stderr, re.M) for done in (first, second))
+    (seed,), (other,) = (
+        re.findall(r"^--seed (\d+) repeats these inputs$", done.stderr, re.M) for done in (first, second)
+    )
     assert seed != other and first.stdout != second.stdout
     (row,) = json.loads(first.stdout)
     assert row["seed"] == int(seed) and row["cases"] == 21 and not row["failures"]
     assert run_here(*command, "--seed", seed, "--timeout", "0").stdout == first.stdout
-    assert "inputs of --seed" not in run_here(*command, "--seed", "7", "--timeout", "0").stderr
+    assert "repeats these inputs" not in run_here(*command, "--seed", "7", "--timeout", "0").stderr
     done = run_here(*command, "--jobs", "0")
     assert done.returncode and "--jobs" in done.stderr
 

@@ -101,6 +101,12 @@ def test_only_the_ways_asked_for_and_that_there_is_no_ptx(tmp_path):
     assert "neither cuda nor triton was compiled" in done.output.replace("\n", " ")
 
 
+def test_where_nothing_was_timed_there_is_a_reason_and_no_empty_table():
+    done = lab("matmul", "--way", "plain", "--sizes", "8192", "--device", "cpu")
+    assert done.exit_code == 0 and "Not timed: plain, dim 8192: only up to" in done.output
+    assert "spread" not in done.output and "TFLOP/s\n" not in done.output
+
+
 def test_mlp(tmp_path):
     figure, numbers = tmp_path / "mlp.png", tmp_path / "mlp.json"
     options = "--dim 16 --batch 8 --layers 2 --steps 1 --factors 1,2 --device cpu --profile".split()

@@ -20,7 +20,7 @@ from nanovllm.cli.option_records import takes_records
 from nanovllm.cli.plan import app as plan_app
 from nanovllm.cli.serve import serve as serve_command
 from nanovllm.cli.tune import tune as tune_command
-from nanovllm.console import StatusLine, run_program
+from nanovllm.console import LogFormatter, StatusLine, run_program, say
 from nanovllm.garbage_collector import collector_off
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ def generate(
 
 
 def _say_that_it_is_empty() -> None:
-    print(
+    say(
         "nanovllm: a completion is empty, since the model ended it at once. Chat models do so for a question without a"
         " chat template; `nanovllm chat` and `nanovllm serve` use it.",
-        file=sys.stderr,
+        sys.stderr,
     )
 
 
@@ -208,5 +208,7 @@ app.command("device", short_help="What a GPU has, and what it sustains.")(device
 
 def main() -> None:
     """Run the command line, and answer what a user can mend in one line without a traceback."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     run_program("nanovllm", app)

@@ -8,7 +8,7 @@ import typer
 
 from nanovllm.cli.kernels_common import GPUS, Json, Wide
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import Column, Rows
+from nanovllm.console import Column, Rows, import_torch
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def device(
             raise ValueError(f"--refresh: measures the GPU that is here, so it does not go with --gpu {gpu}")
         models = [device_model(gpu)]
     else:
+        import_torch()
         import torch
 
         if torch.cuda.is_available():
@@ -75,7 +76,7 @@ _PRESETS_NOTE = "Presets: what programs sustain, of the data sheet. An H200's ar
 def _print(models: list[DeviceModel]) -> None:
     """One row a property."""
     head = ["", *(m.name for m in models)]
-    print_table(head, [(name, *cells) for name, cells in rows(models)], head, wide=True)
+    print_table(head, [(name, *cells) for name, cells in rows(models)], ("",), wide=True)
     if any(m.measured for m in models):
         print("* measured on this GPU; the rest as the driver says, or of the preset")
     else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli.kernels_common import DTYPES, GPUS, Json, Wide, dtype_name
-from nanovllm.console import StatusLine
+from nanovllm.console import StatusLine, import_torch, working
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def fuse(
         raise ValueError("--preset, --module, --loops: expected one of them")
     if iters < 1:
         raise ValueError(f"--iters {iters}: expected at least 1")
+    import_torch()
     from nanovllm.hardware.devices import select_device
     from nanovllm.hardware.gpu_presets import device_model
 
@@ -93,14 +94,17 @@ def fuse(
     if module:
         target = own_module(module, where)
     else:
-        target = layer_of_preset(preset or "qwen3-0.6b", tokens, context, phase, dtype, where)
+        with working("building the layer"):
+            target = layer_of_preset(preset or "qwen3-0.6b", tokens, context, phase, dtype, where)
     if where is not None:
         if model is not None:
             raise ValueError("--gpu and --measure: what is measured is predicted for the device that it is measured on")
         folder = save or (Path("results") if where.type == "cuda" else None)
         _measure(target, where, compile, iters, folder, json_file)
         return
-    report = _analyzer(target, model or device_model("h100")).report()
+    status = StatusLine()
+    report = _analyzer(target, model or device_model("h100"), status).report()
+    status.clear()
     if not write_json(json_file, {**target.about, **report.to_json()}):
         _print(target, report, wide, left)
 
@@ -118,10 +122,12 @@ def _print(target: FuseTarget, report: Any, wide: bool, left: bool) -> None:
     print(_summary(report))
 
 
-def _analyzer(target: FuseTarget, device: FusionDevice) -> FusionAnalyzer:
+def _analyzer(target: FuseTarget, device: FusionDevice, status: StatusLine) -> FusionAnalyzer:
     from nanovllm.fuse import FusionAnalyzer
 
-    return FusionAnalyzer(target.module, target.args, target.kwargs, device=device, known=target.known)
+    return FusionAnalyzer(
+        target.module, target.args, target.kwargs, device=device, known=target.known, progress=status.show
+    )
 
 
 def _summary(report: Any) -> str:
@@ -148,7 +154,7 @@ def _measure(
 
     ways, status = tuple(w for w in WAYS if compile or w != "compile"), StatusLine()
     with torch.inference_mode(False):
-        analyzer = _analyzer(target, _here(where))
+        analyzer = _analyzer(target, _here(where), status)
         progress = None if json_file == STDOUT else status.show
         rows, interrupted = [], False
         try:

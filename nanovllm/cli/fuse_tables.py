@@ -31,7 +31,7 @@ def print_groups(report: FusionReport, wide: bool) -> None:
         ):
             totals.append(f"{sum(moved):,.0f}")
             rows = [[*row, f"{kilobytes:,.0f}"] for row, kilobytes in zip(rows, moved)]
-    print_table(headings, rows, ("one kernel of", "our op"), footer=totals)
+    print_table(headings, rows, ("one kernel of", "our op"), footer=totals, wide=wide)
 
 
 def print_left_out(report: FusionReport) -> None:

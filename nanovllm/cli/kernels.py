@@ -13,7 +13,7 @@ from nanovllm.cli.kernels_exchange import export_op, import_solutions
 from nanovllm.cli.kernels_show import show
 from nanovllm.cli.kernels_verify import verify
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import Column, Rows
+from nanovllm.console import Column, Rows, say
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -118,10 +118,10 @@ def why(
     document = {"op": op, "runs": taken, "because": because, "call": call, "providers": rows}
     if write_json(json_file, document):
         return
-    print(f"{op} on {common.device_name(where)}: {taken} runs, because {because}.")
+    say(f"{op} on {common.device_name(where)}: {taken} runs, because {because}.")
     if "bytes" in call:
         moved = f"moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops"
-        print(f"A call of shape {shape} in {call['dtype']} {moved}.")
+        say(f"A call of shape {shape} in {call['dtype']} {moved}.")
     question = "can it take this call?" if call else "can it run here?"
     table = Rows(Column("provider", 24), Column("rank", 4, number=True), Column(question, 50))
     for row in rows:

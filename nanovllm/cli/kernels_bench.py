@@ -12,7 +12,7 @@ import typer
 
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import Column, Rows
+from nanovllm.console import Column, Rows, say
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -43,9 +43,9 @@ def bench(
 
     Ctrl-C keeps what was measured. Fails if a provider raises or nothing can be measured.
     """
+    where, ops, origins = common.prepare(device, kernel_plugin)
     from nanovllm.kernels.testing.compare import compiled
 
-    where, ops, origins = common.prepare(device, kernel_plugin)
     if save_table is not None and where.type != "cuda":
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
     results: list[Measurement] = []
@@ -146,36 +146,40 @@ class _Table:
 
     def __init__(self, where: torch.device) -> None:
         unit, self._unit = ("T", 1e12) if where.type == "cuda" else ("G", 1e9)
+        limit = [Column("limit", 5, number=True)] if where.type == "cuda" else []  # a CPU's is not measured
         columns = (
             Column("case", 29), Column("provider", 18), Column("us", 9, number=True),
-            Column(f"{unit}B/s", 5, number=True), Column(f"{unit}FLOP/s", 7, number=True),
-            Column("limit", 5, number=True),
+            Column(f"{unit}B/s", 5, number=True), Column(f"{unit}FLOP/s", 7, number=True), *limit,
         )  # fmt: skip
         self._where = where
-        self._rows = Rows(*columns, title=_title(where))
+        self._rows, self._width = Rows(*columns, title=_title(where)), len(columns)
         self._shown: tuple[str, str] | None = None
 
     def add(self, m: Measurement) -> None:
         """Print a row; the op above its first row, the case in its first row."""
         if self._shown is None or self._shown[0] != m.op:
             self._shown = m.op, ""
-            self._rows.add(m.op, "", "", "", "", "", style="bold")
+            self._add(m.op, style="bold")
         case = "" if self._shown[1] == str(m.case) else str(m.case)
         self._shown = m.op, str(m.case)
         provider = m.provider.split(",")[0]
         if m.without_plan:
             provider += " " + self._rows.note(_WITHOUT_PLAN_NOTE)
         if m.timing is None:
-            self._rows.add(case, f"{provider} {self._rows.note(m.reason or '')}", "", "", "", "")
+            self._add(case, f"{provider} {self._rows.note(m.reason or '')}")
             return
         if not m.cold and self._where.type == "cuda":
             provider += " " + self._rows.note("the inputs were in the L2 cache")
         seconds = m.timing.median
         share = "" if m.share is None else f"{m.share:.0%}"
-        self._rows.add(
+        self._add(
             case, provider, f"{1e6 * seconds:.2f}", f"{m.bytes / seconds / self._unit:.2f}",
             f"{m.flops / seconds / self._unit:.1f}", share,
         )  # fmt: skip
+
+    def _add(self, *cells: str, style: str = "") -> None:
+        """A row; cells at its end that are left out are empty."""
+        self._rows.add(*(*cells, *[""] * self._width)[: self._width], style=style)
 
     def end(self) -> None:
         """Print the footnotes."""
@@ -219,7 +223,7 @@ def _warn_of_slow_choices(
         mine = [m for m in results if m.op == name]
         chosen = rank(ops[name], where, origins)[0].name
         for m in slower_somewhere(mine, chosen):
-            print(f"{name} {m.case}: {m.provider} is faster than {chosen}, which is chosen")
+            say(f"{name} {m.case}: {m.provider} is faster than {chosen}, which is chosen")
 
 
 def write_table(where: torch.device, results: list[Measurement], directory: Path, date: str) -> Path:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanovllm.arguments import full_dtype
+from nanovllm.console import import_torch, working
 from nanovllm.json_output import HELP, check_target
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 OpName = Annotated[str | None, typer.Argument(help="An op, or a prefix of several (attention); by default all ops.")]
 Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=HELP, callback=check_target)]
-Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, however wide the table is.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns; in a file or a pipe, each row in one line.")]
 Plugins = Annotated[
     list[str] | None, typer.Option(help="A Python file or module with kernels of your own; repeatable.")
 ]
@@ -37,13 +38,15 @@ def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[
     Raises:
         ValueError: a plugin cannot be loaded, or ends the process that loads it.
     """
+    import_torch()
     from nanovllm.hardware.devices import select_device
     from nanovllm.kernels import all_ops, load_plugins
     from nanovllm.kernels.testing.plugin_check import reject_crashing
 
-    reject_crashing(plugins or ())
-    where = select_device(device)
-    origins = load_plugins(plugins or (), must_load=True)
+    with working(f"loading {', '.join(plugins or ())}"):
+        reject_crashing(plugins or ())
+        where = select_device(device)
+        origins = load_plugins(plugins or (), must_load=True)
     return where, dict(sorted(all_ops().items())), origins
 
 

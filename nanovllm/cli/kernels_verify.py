@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
-from nanovllm.console import WIDTH, Column, Rows, StatusLine
+from nanovllm.console import WIDTH, Column, Rows, StatusLine, import_torch
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _verify(
 
     if seed is None:
         seed = secrets.randbelow(1 << 31)
-        print(f"inputs of --seed {seed}", file=sys.stderr)
+        print(f"--seed {seed} repeats these inputs", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     for declared in common.with_provider(common.matching(ops, op), provider):
         if declared.inputs is None:
@@ -97,6 +97,7 @@ def _fill(
         status.show(f"{pair[0]}, {pair[1]}: {case} ({done} of {len(pairs)} providers are done)")
 
     stopped = False
+    status.show("starting a process for the cases" if setting.limit else "")
     try:
         for pair, verdicts in _verdicts(pairs, setting, ops, began):
             by_pair[pair] |= _summary(verdicts, setting.seed)
@@ -189,6 +190,7 @@ def _interpreter(device: str) -> Iterator[None]:
     """Without a GPU, Triton kernels run in Triton's interpreter within the block, and in processes that start in it."""
     import importlib.util
 
+    import_torch()
     import torch
 
     from nanovllm.kernels import triton_support

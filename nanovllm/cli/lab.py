@@ -11,7 +11,7 @@ import typer
 
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_common import GPUS, Device, Json, dtype_of
-from nanovllm.console import StatusLine
+from nanovllm.console import StatusLine, import_torch
 from nanovllm.json_output import write_json
 
 app = typer.Typer(
@@ -52,6 +52,7 @@ def _command(name: str) -> Callable[..., None]:
         seed: _Seed = None,
         refresh: _Refresh = False,
     ) -> None:
+        import_torch()
         from nanovllm.cli.lab_show import plot as draw
         from nanovllm.cli.lab_show import show, write_ptx
         from nanovllm.hardware.devices import select_device
@@ -108,6 +109,7 @@ def mlp(
     seed: _Seed = None,
 ) -> None:
     """How the time to train an MLP grows with the number of steps, layers, rows and with the width."""
+    import_torch()
     from nanovllm.cli.lab_show_mlp import plot as draw
     from nanovllm.cli.lab_show_mlp import show
     from nanovllm.hardware.devices import select_device

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.cli.text_table import print_table
+from nanovllm.console import say
 from nanovllm.lab.lesson import WAYS, dtype_name
 from nanovllm.lab.lesson_run import LessonResult, Listing
 from nanovllm.lab.ptx import explained, resources_in_words
@@ -25,7 +26,7 @@ def show(result: LessonResult) -> None:
     if limit.matmul:
         roof += f", {limit.matmul / 1e12:,.2f} TFLOP/s"
     print(f"{lesson.name}: {lesson.formula}")
-    print(f"{dtype_name(result.dtype)} on {limit.device}; measured limits: {roof}; seed {result.seed}")
+    say(f"{dtype_name(result.dtype)} on {limit.device}; measured limits: {roof}; seed {result.seed}")
     _show_checks(result)
     if result.rows:
         _show_timings(result)
@@ -75,19 +76,22 @@ def _show_timings(result: LessonResult) -> None:
         last = r.dim
     headings = ("dim", "way", "us", "spread", "MB\nleast", "MB\nmoved", rate, "of\nlimit", "kernels")
     title = "\nHow fast? Square inputs, medians" + (", L2 cold" if result.device.type == "cuda" else "")
-    print_table(headings, rows, ("way",), title)
+    if rows:
+        print_table(headings, rows, ("way",), title)
+        print("spread: from the 20th to the 80th percentile, over the median.")
+        if not flops:
+            print("GB/s: the least bytes over the time, so that ways compare.")
+        print("MB moved: reads and writes of PyTorch's operations; *: not counted, the least.")
+    else:
+        print(title)
     never = {r.way for r in result.rows} - {r.way for r in result.rows if r.timing}
     once = [n for n in notes if n.split(",")[0] not in never or f"dim {result.rows[-1].dim}:" in n]
-    print("spread: from the 20th to the 80th percentile, over the median.")
-    if not flops:
-        print("GB/s: the least bytes over the time, so that ways compare.")
-    print("MB moved: reads and writes of PyTorch's operations; *: not counted, the least.")
     for note in once:
         print(textwrap.fill(f"Not timed: {note}", 80))
     if any((r.share or 0) > 1 for r in result.rows) and result.device.type == "cpu":
         print(
-            "Above 100 %: the data fit into a cache of the CPU, or the machine was busy when its\n"
-            "limits were measured. --refresh measures them again."
+            "Above 100 %: the data fit into a cache of the CPU, or the machine was busy when\n"
+            "its limits were measured. --refresh measures them again."
         )
 
 

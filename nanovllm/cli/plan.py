@@ -12,6 +12,7 @@ import typer
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_common import GPUS, Json, Wide
 from nanovllm.cli.option_records import takes_records
+from nanovllm.console import import_torch
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -174,6 +175,7 @@ def _device(gpu: str | None) -> DeviceModel:
 
     if gpu not in (None, "here"):
         return device_model(gpu)
+    import_torch()
     import torch
 
     if torch.cuda.is_available():

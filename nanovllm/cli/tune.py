@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli.kernels_common import Dtype, Json, Wide, dtype_of, shape_of
+from nanovllm.console import import_torch
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def tune(
 
     Serving never tunes: it reads these files when it starts.
     """
+    import_torch()
     from nanovllm.cli.tune_show import show_configurations, show_dry_run
     from nanovllm.tune.search import Budget
 

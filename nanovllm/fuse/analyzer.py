@@ -119,6 +119,7 @@ class FusionAnalyzer:
         known: values of integer inputs by name that decide how much work an op has (lengths of sequences, block
             tables), if the example is on the meta device.
         inputs: where the inputs of a group lie; see `FusionCostModel`.
+        progress: called with a line for each step, as some take seconds.
 
     Raises:
         TraceError: the module cannot be traced; the message says why and what can.
@@ -134,22 +135,26 @@ class FusionAnalyzer:
         device: str | FusionDevice = "h100",
         known: Mapping[str, torch.Tensor] | None = None,
         inputs: InputsIn = "computed",
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         if isinstance(example_inputs, torch.Tensor):
             raise ValueError("example_inputs: expected a sequence of arguments, not one tensor; write (x,)")
         self.device: FusionDevice = device_model(device) if isinstance(device, str) else device
         self.cost = FusionCostModel(self.device, inputs)
+        self._progress = progress
         integers = {
             name: value.cpu()
             for name, value in (kwargs or {}).items()
             if isinstance(value, torch.Tensor) and not value.is_meta and value.dtype in (torch.int32, torch.int64)
         }
+        progress("tracing the module")
         self.graph: OpGraph = build(module, example_inputs, kwargs, {**integers, **(known or {})})
         self._grower = Grower(self.graph, self.cost.gain)
 
     @cached_property
     def groups(self) -> list[KernelGroup]:
         """The groups, in an order in which they can run."""
+        self._progress("merging kernels")
         return self._grower.groups()
 
     @property
@@ -161,7 +166,7 @@ class FusionAnalyzer:
     @cached_property
     def matches(self) -> list[Match]:
         """Every occurrence of one of our ops in the module, the largest first."""
-        return op_matching.find(self.graph)
+        return op_matching.find(self.graph, self._progress)
 
     def served(self, group: KernelGroup) -> Served:
         """The ops that compute a group: one that computes all of it, else as few as cover the most."""

@@ -97,8 +97,12 @@ _SPELLINGS: dict[str, list[Callable[..., Any]]] = {
 }
 
 
-def find(graph: OpGraph) -> list[Match]:
-    """Every occurrence of an op in a graph, larger ones first."""
+def find(graph: OpGraph, progress: Callable[[str], None] = lambda text: None) -> list[Match]:
+    """Every occurrence of an op in a graph, larger ones first.
+
+    Args:
+        progress: called with a line for each op. The first call for a dtype traces the references: some ten seconds.
+    """
     values, found = ValueGraph(graph), []
     for k in graph:
         namespace, _, name = k.op.rpartition(".")
@@ -108,6 +112,7 @@ def find(graph: OpGraph) -> list[Match]:
     dtypes = {t.dtype for k in graph for t in fake(k.fx)} & {torch.float32, torch.bfloat16, torch.float16}
     names, targets = {v.name for v in values.kernels}, list(dict.fromkeys(values.of.values()))
     for dtype, name in itertools.product(sorted(dtypes, key=str), all_ops()):
+        progress(f"looking for {name} in {dtype}")
         for pattern in patterns(name, dtype):
             if pattern.names <= names:
                 bindings = _bind_roots(pattern.roots, targets, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ def _triton() -> Any:
         raise ValueError("Triton is not installed; pip install triton (Linux)") from None
     if triton.knobs.runtime.interpret:
         raise ValueError("TRITON_INTERPRET is set: Triton interprets, and compiles nothing; unset it to see PTX")
+    warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's default is what is wanted
     return triton
 
 

@@ -44,7 +44,10 @@ def test_prefill_and_llama_and_the_numbers_of_a_layer():
 
 
 def test_report_as_json():
-    report = FusionAnalyzer(norm, (torch.randn(4, 8), torch.randn(8)), device="rtx4090").report()
+    steps = []
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    report = FusionAnalyzer(norm, (x, weight), device="rtx4090", progress=steps.append).report()
+    assert "tracing the module" in steps and "looking for rms_norm in torch.float32" in steps
     data = json.loads(json.dumps(report.to_json()))
     (group,) = data["groups"]
     gain = pytest.approx(group["unfused_us"] - group["fused_us"], abs=1e-3)

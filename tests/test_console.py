@@ -1,0 +1,79 @@
+"""What programs print on a terminal: sentences, log lines and tables."""
+
+import io
+import logging
+import re
+
+import pytest
+
+from nanovllm import console
+from nanovllm.cli.text_table import print_table
+
+HEADINGS = ("#", "one kernel of", "us", "our op")
+ROWS = [("1", "to, square, mean, add, rsqrt, mul, " * 4, "195.2", "part of linear_add_rms_norm")]
+TEXT = ("one kernel of", "our op")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture(params=[40, 80, 160])
+def width(request, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(request.param))
+    return request.param
+
+
+def test_sentences_end_between_words_on_a_terminal_and_stay_whole_elsewhere(width):
+    text = "nanovllm: " + "it needs a CUDA device, " * 9 + "\n      this is an indented line " + "of words " * 20
+    for file, most in ((Terminal(), width), (io.StringIO(), None)):
+        console.say(text, file)
+        printed = file.getvalue()
+        assert printed.split() == text.split()
+        assert most is None or max(map(len, printed.splitlines())) <= most
+        assert most or printed == text + "\n"
+        assert all(line.startswith("      ") for line in printed[printed.index("      this") :].splitlines())
+
+
+def test_a_log_line_takes_the_place_of_the_status_line(width, monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    record = logging.LogRecord("nanovllm.x", logging.WARNING, __file__, 1, "fused ops are not used " * 9, None, None)
+    console.StatusLine().show("Loading the default model ...")
+    print(console.LogFormatter().format(record), file=shown)
+    _, status, lines = shown.getvalue().split("\r\x1b[2K")
+    assert status == "Loading the default model ..." and lines.startswith("WARNING nanovllm.x: fused ops")
+    assert max(map(len, lines.splitlines())) <= width
+
+
+def test_a_status_line_is_taken_away_even_if_the_work_fails(monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    with pytest.raises(ZeroDivisionError), console.working("importing PyTorch ..."):
+        raise ZeroDivisionError
+    assert shown.getvalue() == "\r\x1b[2Kimporting PyTorch ...\r\x1b[2K"
+
+
+def test_no_word_or_number_of_a_table_is_cut(width, capsys):
+    print_table(HEADINGS, ROWS, TEXT)
+    lines = capsys.readouterr().out.splitlines()
+    words = {word for line in lines for word in line.split()}
+    assert {word for cell in (*HEADINGS, *ROWS[0]) for word in cell.split()} <= words
+    least = len("1 rsqrt, 195.2 linear_add_rms_norm")
+    assert max(map(len, lines)) <= max(width, least)
+
+
+def test_a_text_of_a_table_on_a_terminal_is_at_most_60_wide(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    print_table(HEADINGS, ROWS, TEXT)
+    assert max(line.find("195.2") for line in capsys.readouterr().out.splitlines()) <= 70
+
+
+def test_a_wide_table_in_a_pipe_has_a_line_a_row_and_on_a_terminal_its_width(width, capsys, monkeypatch):
+    print_table(HEADINGS, ROWS, TEXT, wide=True)
+    assert " ".join(ROWS[0]).split() == capsys.readouterr().out.splitlines()[-1].split()
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")  # rich takes the output for a terminal
+    print_table(HEADINGS, ROWS, TEXT, wide=True)
+    lines = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= width
