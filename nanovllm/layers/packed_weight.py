@@ -257,15 +257,6 @@ class PackedWeight(nn.Module):
         (matrix,) = self.matrices
         return matrix.take_rows(index).dequantised(self.dtype)
 
-    def part(self, start: int, length: int) -> StoredMatrix:
-        """Adjacent rows that lie in one matrix, such as a shard's."""
-        first = 0
-        for matrix in self.matrices:
-            if first <= start and start + length <= first + matrix.shape[0]:
-                return matrix.rows(start - first, length)
-            first += matrix.shape[0]
-        raise ValueError(f"rows {start} to {start + length} are in several matrices")
-
     def dequantised(self) -> torch.Tensor:
         """[rows, columns], of `dtype`."""
         return torch.cat([m.dequantised(self.dtype) for m in self.matrices])
