@@ -71,12 +71,13 @@ def builtin_plan(
         return plan_packed_product(*shape, device.sms, has_shared_operands(device.capability // 10))
     if tunable in (tunables.ATTENTION_DECODE, tunables.ATTENTION_DECODE_HOPPER):
         from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
-        from nanovllm.kernels.triton.attention.decode_plan import plan_decode
+        from nanovllm.kernels.triton.attention.decode_plan import DecodeSizes, plan_decode
 
         size, count, heads = k["cache_dtype"].itemsize, len(arguments["context_lens"]), (k["kv_heads"], k["group"])
         if tunable is tunables.ATTENTION_DECODE_HOPPER:
             return plan_hopper_decode(count, heads[0], k["head_dim"], device.sms, size, k["new"], k["group"])
-        return plan_decode(count, *heads, k["head_dim"], size, k["dtype"] == torch.float32, device.sms, k["rotate"])
+        full_precision = k["dtype"] == torch.float32
+        return plan_decode(DecodeSizes(count, *heads, k["head_dim"], size, full_precision, device.sms), k["rotate"])
     if tunable in (tunables.ATTENTION_PREFILL, tunables.ATTENTION_PREFILL_HOPPER):
         from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill, plan_prefill
 

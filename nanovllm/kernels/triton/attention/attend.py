@@ -115,7 +115,7 @@ def load_tile(
 
 @triton.jit
 def finite(m):
-    """A maximum to subtract: 0 where nothing was found, since inf - inf is no number."""
+    """A maximum to subtract: 0 where nothing was found, since inf - inf is no number. Also called from Gluon."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -270,7 +270,10 @@ def token_score(q, k, scale, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def attend_token(score, v, acc, m, total):
-    """A result and one more token -> the result with it. score [ROWS], -inf for none; v [1, DIM_PAD] float32."""
+    """A result and one more token -> the result with it. score [ROWS], -inf for none; v [1 or ROWS, DIM_PAD] float32.
+
+    Also called from Gluon.
+    """
     new_m = tl.maximum(m, score)
     base = finite(new_m)
     alpha = tl.exp2(m - base)

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_wait
 
+from nanovllm.kernels.triton.attention.attend import attend_token
 from nanovllm.kernels.triton.attention.decode_hopper_cluster import (
     await_partials,
     begin_exchange,
@@ -38,7 +39,6 @@ from nanovllm.kernels.triton.attention.decode_hopper_pieces import find_piece
 from nanovllm.kernels.triton.attention.decode_hopper_tiles import attend_tile, request_tile, tile_view
 from nanovllm.kernels.triton.attention.decode_hopper_token import (
     acquire,
-    attend_token,
     load_halves,
     load_pair,
     load_values,

@@ -7,8 +7,8 @@ What `common.py` is for the kernels in Triton, with the layouts that Gluon wants
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from nanovllm.kernels.triton.attention.attend import finite
 from nanovllm.kernels.triton.attention.decode_hopper_cluster import load_rows, load_sums
-from nanovllm.kernels.triton.attention.decode_hopper_tiles import finite
 from nanovllm.kernels.triton.gluon_compat import warps_barrier
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from nanovllm.kernels.triton.attention.attend import soft_cap_scores
+from nanovllm.kernels.triton.attention.attend import finite, soft_cap_scores
 from nanovllm.kernels.triton.attention.decode_hopper_fp8 import float16_values
 from nanovllm.kernels.triton.gluon_compat import reinterpret, tma_load
 
@@ -38,12 +38,6 @@ def tile_view(warps, words, box):
     bases += [[0, 0, line << i] for i in range((words // line).bit_length() - 1)]
     bases += rows[in_box:]
     return gl.SharedLinearLayout(bases, [], 1024)
-
-
-@gluon.jit
-def finite(m):
-    """A maximum to subtract: 0 where nothing was found, since inf - inf is no number."""
-    return gl.where(m == float("-inf"), 0.0, m)
 
 
 @gluon.jit

@@ -6,7 +6,6 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from nanovllm.kernels.triton.attention.attend import soft_cap_scores
 from nanovllm.kernels.triton.attention.decode_hopper_fp8 import quantised
-from nanovllm.kernels.triton.attention.decode_hopper_tiles import finite
 from nanovllm.kernels.triton.attention.rotate import rotated_pair
 from nanovllm.kernels.triton.device_math import product, rounded
 
@@ -157,13 +156,3 @@ def rotated(low, high, low_weight, high_weight, cos, sin, eps, HEAD_DIM: gl.cons
     cos, _ = gl.broadcast(rounded(cos.to(gl.float32), dtype)[None, :], x1)
     sin, _ = gl.broadcast(rounded(sin.to(gl.float32), dtype)[None, :], x1)
     return rotated_pair(x1, x2, cos, sin, dtype)
-
-
-@gluon.jit
-def attend_token(score, v, acc, m, total):
-    """A result and one more token -> the result with it. score [8], -inf for none; v [8, HEAD_DIM] float32."""
-    new_m = gl.maximum(m, score)
-    base = finite(new_m)
-    alpha = gl.exp2(m - base)
-    p = gl.exp2(score - base)
-    return acc * alpha[:, None] + p[:, None] * v, new_m, total * alpha + p

@@ -19,6 +19,7 @@ from nanovllm.kernels.triton.attention.common import (
 from nanovllm.kernels.triton.attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton.attention.decode_plan import (
     DecodePlan,
+    DecodeSizes,
     SharedPlan,
     plan_decode,
     plan_rest,
@@ -70,8 +71,7 @@ def launch_decode(
         key = bucket(num_seqs), columns, rows, head_dim, *dtypes, kv.block_size, new is not None
         plan = tunables.ATTENTION_DECODE.find(q.device, *key)
     if plan is None:
-        sizes = num_seqs, columns, rows, head_dim, kv.k_cache.element_size(), call.full_precision
-        plan = plan_decode(*sizes, num_multiprocessors(q.device), new is not None)
+        plan = plan_decode(_sizes(call, columns, rows), new is not None)
     group_pad = next_power_of_2(rows)
     pieces = min(num_seqs - 1 + plan.pieces, num_seqs * _most_tiles(call, plan.tile))
     slots = pieces * columns
@@ -97,6 +97,11 @@ def launch_decode(
     return out
 
 
+def _sizes(call: DecodeCall, columns: int, rows: int) -> DecodeSizes:
+    itemsize, sms = call.kv.k_cache.element_size(), num_multiprocessors(call.q.device)
+    return DecodeSizes(call.num_seqs, columns, rows, call.head_dim, itemsize, call.full_precision, sms)
+
+
 def _most_tiles(call: DecodeCall, tile: int) -> int:
     """Tiles that a sequence attends to at most."""
     longest = max(1, call.kv.longest)
@@ -111,13 +116,10 @@ def launch_shared(call: DecodeCall, plan: SharedPlan | None, rest: DecodePlan | 
     assert call.shared is not None
     if not call.num_seqs or not len(call.shared.groups):
         return launch_decode(call, rest)
-    sizes = (
-        call.num_seqs, call.kv.num_kv_heads, call.group, call.head_dim, call.kv.k_cache.element_size(),
-        call.full_precision, num_multiprocessors(call.q.device),
-    )  # fmt: skip
-    plan = plan or plan_shared(*sizes, warpgroups=has_dependent_launch(call.q.device))
+    sizes = _sizes(call, call.kv.num_kv_heads, call.group)
+    plan = plan or plan_shared(sizes, warpgroups=has_dependent_launch(call.q.device))
     parts = launch_shared_pass(call, plan)
-    return launch_decode(call, rest or plan_rest(*sizes), parts)
+    return launch_decode(call, rest or plan_rest(sizes), parts)
 
 
 def launch_shared_pass(call: DecodeCall, plan: SharedPlan) -> SharedParts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from nanovllm.kernels.triton.launch_arguments import next_power_of_2
 
@@ -43,26 +44,33 @@ def tokens_together(queries: int, group: int) -> int:
     return max(1, min(queries, _ROWS // group))
 
 
-@functools.cache
-def plan_decode(
-    num_seqs: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    cache_itemsize: int,
-    full_precision: bool,
-    multiprocessors: int,
-    rotate: bool,
-) -> DecodePlan:
-    """Measured on an H200 with bf16, fp8 and head_dim 128; other sizes get tiles of as many bytes.
+class DecodeSizes(NamedTuple):
+    """What a plan follows from.
 
-    Args:
+    Attributes:
         num_kv_heads, group: of few query tokens a sequence, KV heads times tiles of them, and the rows of a tile.
         cache_itemsize: bytes an element of the cache; tiles of float8 have twice the tokens of 16-bit ones where that
             pays.
         full_precision: whether products are float32, which no tensor core computes.
+    """
+
+    num_seqs: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    cache_itemsize: int
+    full_precision: bool
+    multiprocessors: int
+
+
+@functools.cache
+def plan_decode(sizes: DecodeSizes, rotate: bool) -> DecodePlan:
+    """Measured on an H200 with bf16, fp8 and head_dim 128; other sizes get tiles of as many bytes.
+
+    Args:
         rotate: for `qk_norm_rope_attention`.
     """
+    num_seqs, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors = sizes
     pairs = num_seqs * num_kv_heads
     dim_pad = next_power_of_2(head_dim)
     bytes_per_token = 4 * dim_pad  # of a 16-bit cache
@@ -122,22 +130,14 @@ class SharedPlan:
 
 
 @functools.cache
-def plan_shared(
-    num_seqs: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    cache_itemsize: int,
-    full_precision: bool,
-    multiprocessors: int,
-    warpgroups: bool,
-) -> SharedPlan:
+def plan_shared(sizes: DecodeSizes, warpgroups: bool) -> SharedPlan:
     """Predicted, then timed as it is (docs/attention.md): with 16-bit and float8 caches at head_dim 128, little else
-    was tried. Not timed for other head sizes, float32 and GPUs before Hopper. The arguments are those of `plan_decode`.
+    was tried. Not timed for other head sizes, float32 and GPUs before Hopper.
 
     Args:
         warpgroups: whether four warps multiply together (sm_90 and later), which keeps registers free for large tiles.
     """
+    num_seqs, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors = sizes
     dim_pad = next_power_of_2(head_dim)
     most = next_power_of_2(max(16, num_seqs * group))
     if full_precision:  # products on CUDA cores: small tiles and many threads, or registers spill
@@ -158,20 +158,13 @@ def plan_shared(
 
 
 @functools.cache
-def plan_rest(
-    num_seqs: int,
-    num_kv_heads: int,
-    group: int,
-    head_dim: int,
-    cache_itemsize: int,
-    full_precision: bool,
-    multiprocessors: int,
-) -> DecodePlan:
-    """For the tokens behind the shared ones. The arguments are those of `plan_decode`."""
+def plan_rest(sizes: DecodeSizes) -> DecodePlan:
+    """For the tokens behind the shared ones."""
+    num_seqs, head_dim = sizes.num_seqs, sizes.head_dim
     # Measured with programs of one warp for less than a wave, as up to eight sequences have them.
-    alike = min(num_seqs, 8) if num_seqs * num_kv_heads < 4 * multiprocessors else num_seqs
-    plan = plan_decode(alike, num_kv_heads, group, head_dim, cache_itemsize, full_precision, multiprocessors, False)
-    if full_precision or cache_itemsize == 1:
+    alike = min(num_seqs, 8) if num_seqs * sizes.num_kv_heads < 4 * sizes.multiprocessors else num_seqs
+    plan = plan_decode(sizes._replace(num_seqs=alike), False)
+    if sizes.full_precision or sizes.cache_itemsize == 1:
         return plan
     # What a sequence has for itself is a few tiles, so that a program mostly starts and ends: half the tile lets twice
     # the programs run beside each other.

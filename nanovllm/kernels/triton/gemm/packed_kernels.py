@@ -54,6 +54,18 @@ def start_early(weight, rows, row_live, begin, end, stride, WORDS: tl.constexpr)
     gdc_wait()
 
 
+@triton.jit
+def load_words(w_rows, x_rows, row_live, token_live, k, end, MASK: tl.constexpr):
+    """(weights [rows, words], tokens [words, tokens]) at the words k of rows; zero from `end` on, if MASK."""
+    if MASK:
+        w = tl.load(w_rows + k[None, :], row_live[:, None] & (k < end)[None, :], other=0)
+        xs = tl.load(x_rows + k[:, None], token_live[None, :] & (k < end)[:, None], other=0)
+    else:
+        w = tl.load(w_rows + k[None, :], row_live[:, None], other=0)
+        xs = tl.load(x_rows + k[:, None], token_live[None, :], other=0)
+    return w, xs
+
+
 # Not specialised on the number of tokens: that would compile the kernel again in the middle of serving.
 @triton.jit(do_not_specialize=["num_tokens"])
 def group_kernel(
@@ -96,12 +108,7 @@ def group_kernel(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         k = start + cols
-        if MASK:
-            w = tl.load(w_rows + k[None, :], row_live[:, None] & (k < end)[None, :], other=0)
-            xs = tl.load(x_rows + k[:, None], token_live[None, :] & (k < end)[:, None], other=0)
-        else:
-            w = tl.load(w_rows + k[None, :], row_live[:, None], other=0)
-            xs = tl.load(x_rows + k[:, None], token_live[None, :], other=0)
+        w, xs = load_words(w_rows, x_rows, row_live, token_live, k, end, MASK)
         at = s_at + tl.minimum(start + BLOCK, words - 1) // SCALE_WORDS
         next_s = tl.load(scale + at, row_live, other=0.0)
         if zero is not None:
@@ -187,12 +194,7 @@ def part_kernel(
     acc = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in tl.range(begin, end, BLOCK, num_stages=STAGES):
         k = start + cols
-        if MASK:
-            w = tl.load(w_rows + k[None, :], row_live[:, None] & (k < end)[None, :], other=0)
-            xs = tl.load(x_rows + k[:, None], token_live[None, :] & (k < end)[:, None], other=0)
-        else:
-            w = tl.load(w_rows + k[None, :], row_live[:, None], other=0)
-            xs = tl.load(x_rows + k[:, None], token_live[None, :], other=0)
+        w, xs = load_words(w_rows, x_rows, row_live, token_live, k, end, MASK)
         scale = spread(s.to(tl.float32), PARTS // D_PARTS)
         if sc is not None:
             scale = scale * s_factor.to(tl.float32)

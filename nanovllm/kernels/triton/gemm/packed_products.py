@@ -40,7 +40,7 @@ _ALL = 1 << 30
 """Rows or words that share a scale, where all do."""
 GROUP_COLUMNS = 128
 """Of a tile of `group_kernel`, to all of which a scale belongs."""
-_SIXTEEN = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+SIXTEEN = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 Form = Literal["product", "sums"]
@@ -67,7 +67,7 @@ class _Call:
 def _few(x: torch.Tensor, weight: torch.Tensor, bits: int, bias: torch.Tensor | None, form: Form) -> _Call | None:
     """The operands of a kernel of few tokens for weight uint8 [num_rows, bytes]; None: it does not take them."""
     size, per = x.shape[-1], 16 // bits
-    if x.dtype not in _SIXTEEN or not size or size % 32 or weight.shape[0] < 1:
+    if x.dtype not in SIXTEEN or not size or size % 32 or weight.shape[0] < 1:
         return None
     num_tokens = x.numel() // size
     if not 0 < num_tokens <= MAX_TOKENS:
@@ -104,7 +104,7 @@ def _launch(
     pdl = has_dependent_launch(x.device)
     kernel[cdiv(num_rows, plan.rows), splits, cdiv(num_tokens, tokens)](
         x, weight, *tensors, call.bias, target, num_tokens, num_rows, words, split_blocks * block, x.stride(0),
-        weight.stride(0), *numbers, DTYPE=_SIXTEEN[call.dtype], BITS=bits, TOKENS=tokens, ROWS=plan.rows, BLOCK=block,
+        weight.stride(0), *numbers, DTYPE=SIXTEEN[call.dtype], BITS=bits, TOKENS=tokens, ROWS=plan.rows, BLOCK=block,
         SPLIT=splits > 1, MASK=words % block != 0, STAGES=plan.stages, PDL=pdl,
         num_warps=plan.warps, launch_pdl=pdl, **constants,
     )  # fmt: skip

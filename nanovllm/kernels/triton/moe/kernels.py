@@ -5,8 +5,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.triton.device_math import gated_product, to_dtype
-from nanovllm.kernels.triton.gemm.packed_decode import fp8_to_float32
-from nanovllm.kernels.triton.gemm.tiles import multiply_tile, weight_rows
+from nanovllm.kernels.triton.gemm.packed_decode import decode_fp8, fp8_to_float32, split_columns
+from nanovllm.kernels.triton.gemm.packed_kernels import load_words
+from nanovllm.kernels.triton.gemm.tiles import dot, multiply_tile, weight_rows
 
 # ---------------------------------------------------------------------------------------------------------- few pairs
 
@@ -24,6 +25,18 @@ def numbers(tile, scale):
 def load_scales(scale, row, column, live, stride, SIZE: tl.constexpr):
     """The scales of elements of a weight with SIZE columns: one for each block of 128 x 128."""
     return tl.load(scale + (row // 128 * stride + column // 128), live & (column < SIZE), other=0.0)
+
+
+@triton.jit
+def load_lines(line, live, col, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows of SIZE columns, which start at `line`, as a tuple of tiles of BLOCK columns; zero unless `live`."""
+    tiles = ()
+    for start in tl.static_range(0, SIZE, BLOCK):
+        if start + BLOCK <= SIZE:
+            tiles = tiles + (tl.load(line + (start + col), live, other=0.0),)
+        else:
+            tiles = tiles + (tl.load(line + (start + col), live & (start + col < SIZE), other=0.0),)
+    return tiles
 
 
 @triton.jit
@@ -52,12 +65,7 @@ def pair_gate_up_kernel(
     line = weight + expert.to(tl.int64) * stride_expert + row.to(tl.int64) * stride_row
     lane = tl.arange(0, BLOCK // LANE)[None, :] * LANE
     col = tl.arange(0, BLOCK)[None, :]
-    tiles = ()
-    for start in tl.static_range(0, SIZE, BLOCK):
-        if start + BLOCK <= SIZE:
-            tiles = tiles + (tl.load(line + (start + col), live, other=0.0),)
-        else:
-            tiles = tiles + (tl.load(line + (start + col), live & (start + col < SIZE), other=0.0),)
+    tiles = load_lines(line, live, col, SIZE, BLOCK)
     x += pair // TOP_K * stride_x
     sums = tl.zeros([2 * ROWS, BLOCK // LANE], tl.float32)
     for i in tl.static_range(len(tiles)):
@@ -101,12 +109,7 @@ def pair_down_kernel(
         (expert.to(tl.int64) * stride_expert)[:, None, None] + (row.to(tl.int64) * stride_row)[None, :, None]
     )
     live = exists[:, None, None] & (row < num_rows)[None, :, None]
-    tiles = ()
-    for start in tl.static_range(0, SIZE, BLOCK):
-        if start + BLOCK <= SIZE:
-            tiles = tiles + (tl.load(line + (start + col), live, other=0.0),)
-        else:
-            tiles = tiles + (tl.load(line + (start + col), live & (start + col < SIZE), other=0.0),)
+    tiles = load_lines(line, live, col, SIZE, BLOCK)
     x += (token * TOP_K + slot[:, None, None]) * SIZE
     sums = tl.zeros([SLOTS, ROWS, BLOCK // LANE], tl.float32)
     for i in tl.static_range(len(tiles)):
@@ -124,6 +127,28 @@ def pair_down_kernel(
 
 
 # ------------------------------------------------------------------------------------------------------ blocks of pairs
+
+
+@triton.jit
+def pairs_of_block(order, blocks, max_blocks, TOKENS: tl.constexpr):
+    """(places in `order`, which of them the program's block has, their pairs): [TOKENS] each; of `SortedPairs`."""
+    block = tl.program_id(1)
+    place = tl.load(blocks + max_blocks + block) + tl.arange(0, TOKENS)
+    live = place < tl.load(blocks + 2 * max_blocks + block)
+    return place, live, tl.load(order + place, live, other=0)
+
+
+@triton.jit
+def store_block(acc, y, line, live, first, num_rows, GATED: tl.constexpr, dtype: tl.constexpr):
+    """Store sums [rows of the weight, tokens] in lines of y, from output `first` on. GATED: silu(gate) * up of them."""
+    acc = tl.trans(acc)
+    UNITS: tl.constexpr = acc.shape[1] // 2 if GATED else acc.shape[1]
+    col = first + tl.arange(0, UNITS)
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, [acc.shape[0], UNITS, 2]))
+        acc = gated_product(gate, up, "silu", dtype)
+    target = y + line.to(tl.int64)[:, None] * num_rows + col[None, :]
+    tl.store(target, to_dtype(acc, dtype), live[:, None] & (col < num_rows)[None, :])
 
 
 # Not specialised on the number of blocks: that would compile the kernel again in the middle of serving.
@@ -146,13 +171,10 @@ def block_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    block = tl.program_id(1)
-    expert = tl.load(blocks + block)
+    expert = tl.load(blocks + tl.program_id(1))
     if expert < 0:
         return
-    place = tl.load(blocks + max_blocks + block) + tl.arange(0, TOKENS)
-    live = place < tl.load(blocks + 2 * max_blocks + block)
-    pair = tl.load(order + place, live, other=0)
+    place, live, pair = pairs_of_block(order, blocks, max_blocks, TOKENS)
     UNITS: tl.constexpr = ROWS // 2 if GATED else ROWS
     first = tl.program_id(0) * UNITS
     row, row_live = weight_rows(first, num_rows, ROWS, GATED)
@@ -161,13 +183,45 @@ def block_kernel(
     acc = multiply_tile(
         w_rows, row_live, x_rows, live, 0, size, 1, 1, BLOCK_K, MASK_ROWS, True, MASK_K, STAGES, PRECISION
     )
-    acc = tl.trans(acc)
-    col = first + tl.arange(0, UNITS)
-    if GATED:
-        gate, up = tl.split(tl.reshape(acc, [TOKENS, UNITS, 2]))
-        acc = gated_product(gate, up, "silu", dtype)
-    target = y + (place if GATED else pair).to(tl.int64)[:, None] * num_rows + col[None, :]
-    tl.store(target, to_dtype(acc, dtype), live[:, None] & (col < num_rows)[None, :])
+    store_block(acc, y, place if GATED else pair, live, first, num_rows, GATED, dtype)
+
+
+@triton.jit(do_not_specialize=["max_blocks"])
+def fp8_block_kernel(
+    x,  # rows of int32 words of two numbers, `stride_x` words apart; as in `block_kernel`
+    weight,  # int16 words of two e4m3 [num_experts, num_rows (GATED: 2 * num_rows), words]
+    scale,  # float32 [num_experts, ...], one for each block of 128 x 128
+    order, blocks, max_blocks, y, num_rows, words, stride_x, stride_expert, stride_row, scale_expert, scale_row,
+    DTYPE: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    MASK_ROWS: tl.constexpr, MASK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `block_kernel`. A tile has the 128 columns of one block, whose sum is multiplied by the scale."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert = tl.load(blocks + tl.program_id(1))
+    if expert < 0:
+        return
+    place, live, pair = pairs_of_block(order, blocks, max_blocks, TOKENS)
+    UNITS: tl.constexpr = ROWS // 2 if GATED else ROWS
+    first = tl.program_id(0) * UNITS
+    row, row_live = weight_rows(first, num_rows, ROWS, GATED)
+    w_rows = weight + (expert.to(tl.int64) * stride_expert + row.to(tl.int64) * stride_row)[:, None]
+    x_rows = x + ((pair // TOP_K if GATED else place).to(tl.int64) * stride_x)[None, :]
+    s_row = scale + (expert * scale_expert + row // 128 * scale_row)
+    cols = tl.arange(0, 64)
+    acc = tl.zeros([ROWS, TOKENS], tl.float32)
+    for start in tl.range(0, words, 64, num_stages=STAGES):
+        k = start + cols
+        w, xs = load_words(w_rows, x_rows, row_live, live, k, words, MASK_K)
+        s = tl.load(s_row + start // 64, row_live, other=0.0)
+        w_tiles = decode_fp8(w, DTYPE)
+        x_tiles = split_columns(xs, 2, DTYPE)
+        part = tl.zeros([ROWS, TOKENS], tl.float32)
+        for i in tl.static_range(2):
+            part = dot(w_tiles[i], x_tiles[i], part, "ieee")
+        acc += part * s[:, None]
+    store_block(acc, y, place if GATED else pair, live, first, num_rows, GATED, DTYPE)
 
 
 @triton.jit

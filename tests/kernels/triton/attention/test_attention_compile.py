@@ -12,7 +12,14 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 import triton.language as tl
 
-from nanovllm.kernels.triton.attention.decode_plan import plan_decode, plan_rest, plan_shared, tokens_together
+from nanovllm.kernels.triton.attention.decode_plan import (
+    DecodeSizes,
+    plan_decode,
+    plan_rest,
+    plan_shared,
+    tokens_together,
+)
+from nanovllm.kernels.triton.attention.dense import attention_dense
 from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill, plan_prefill
 from nanovllm.kernels.triton.attention.rotate import load_heads, rotate_heads, rotated_halves
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
@@ -30,7 +37,7 @@ from tests.kernels.triton.attention.cases import (
     qk_norm_rope_attention_shared,
 )
 from tests.kernels.triton.attention.hopper_calls import compile_hopper_prefill
-from tests.kernels.triton.compiled import compiled, resources
+from tests.kernels.triton.compiled import compiled, launches_of, resources
 
 KV_HEADS = 8
 # Bytes outside of the loop cost nothing that was measured: addresses, column numbers. A spilling loop takes hundreds.
@@ -89,7 +96,7 @@ def test_decode_compiles_without_spills(dtype, dim, group, queries, capability, 
     itemsize = DTYPES[dtype][1].itemsize
     plans = {}
     for count in (1, 4, 8, 300) if rotate else (1, 8, 70, 300):
-        plan = plan_decode(count, columns, rows, dim, itemsize, dtype == "fp32", 132, rotate)
+        plan = plan_decode(DecodeSizes(count, columns, rows, dim, itemsize, dtype == "fp32", 132), rotate)
         plans.setdefault(replace(plan, pieces=1, least=1), (count, plan))
     every = list(plans.values())
     if (dim, capability) != (128, 90):
@@ -127,8 +134,8 @@ def test_both_passes_over_shared_prefixes_compile_without_spills(
     q, k, v, cache, scales = decode_arguments(count, group, dim, dtype, kv_heads=kv_heads)
     lens = cache[3]
     prefixes = torch.zeros(64, 3, dtype=torch.int32), torch.zeros_like(lens), torch.zeros_like(lens)
-    sizes = count, kv_heads, group, dim, DTYPES[dtype][1].itemsize, dtype == "fp32", 132
-    plans = dict(plan=plan_shared(*sizes, warpgroups=capability >= 90), rest=plan_rest(*sizes))
+    sizes = DecodeSizes(count, kv_heads, group, dim, DTYPES[dtype][1].itemsize, dtype == "fp32", 132)
+    plans = dict(plan=plan_shared(sizes, warpgroups=capability >= 90), rest=plan_rest(sizes))
 
     def call():
         if rotate:
@@ -201,6 +208,22 @@ def test_hopper_prefill_compiles_without_spills(dim, group, block_size, options,
     assert stack <= PREFILL_STACK
     assert binary.metadata.shared <= SHARED_MEMORY[90]
     assert touched_in_flight(machine_code(binary)) == []
+
+
+def dense(queries, length, padded):
+    q, k = torch.zeros(2, 16, queries, 128, dtype=BF16), torch.zeros(2, 8, length, 128, dtype=BF16)
+    visible = torch.full((2, queries), queries, dtype=torch.int32)
+    tokens = torch.arange(length, dtype=torch.int32).repeat(2, 1) if padded else None
+    return lambda: attention_dense(q, k, k, visible, 0.1, tokens)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_attention_over_dense_caches_compiles_without_spills(capability, tmp_path):
+    """In blocks of one token and of 64."""
+    shapes = [(n, *of) for n in (1, 128) for of in ((192, False), (192, True), (200, False))]
+    for name, kernel, args, options in launches_of([(str(shape), dense(*shape)) for shape in shapes]):
+        registers, stack, local = resources(compiled(kernel, args, options, capability), tmp_path)
+        assert registers <= 255 and stack <= 64 and local == 0, (name, kernel.__name__, registers, stack, local)
 
 
 @triton.jit

@@ -9,8 +9,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
-from nanovllm.kernels.triton.moe.experts import moe_experts
-from nanovllm.kernels.triton.moe.fp8_experts import moe_experts_fp8
+from nanovllm.kernels.triton.moe.experts import moe_experts, moe_experts_fp8
 from nanovllm.kernels.triton.moe.route import moe_route
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 from tests.kernels.triton.compiled import compiled, launches_of, parameter, resources, tensors, wide
