@@ -15,17 +15,7 @@ from nanovllm.kernels.cuda import build
 
 HOPPER = (9, 0)
 FOLDER = Path(build.__file__).parent
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """Builds of this file go to a folder of their own."""
-    before = os.environ.get("TORCH_EXTENSIONS_DIR")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("extensions"))
-    yield
-    os.environ.pop("TORCH_EXTENSIONS_DIR")
-    if before is not None:
-        os.environ["TORCH_EXTENSIONS_DIR"] = before
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def tool(folder, name, text="exit 0"):

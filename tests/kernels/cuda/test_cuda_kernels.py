@@ -20,6 +20,8 @@ RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 # subnormal.
 TINY = {torch.float32: 1e-20, torch.bfloat16: 1e-30, torch.float16: 1e-6}
 FOLDER = Path(build.__file__).parent
+SUPPORT = cuda.cuda_support
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def phi_tail(x):
@@ -41,26 +43,6 @@ def close(got, expected, dtype, roundings=1):
     torch.testing.assert_close(got.double(), expected, rtol=roundings * RELATIVE[dtype], atol=TINY[dtype])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory):
-    """Builds of this file go to a folder of their own, so the first call compiles."""
-    before = os.environ.get("TORCH_EXTENSIONS_DIR")
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path_factory.mktemp("extensions"))
-    yield
-    os.environ.pop("TORCH_EXTENSIONS_DIR")
-    if before is not None:
-        os.environ["TORCH_EXTENSIONS_DIR"] = before
-
-
-@pytest.fixture
-def gpu():
-    device = torch.device("cuda", torch.cuda.current_device())
-    reason = cuda.cuda_support(device)
-    if reason is not None:
-        pytest.skip(reason)
-    return device
-
-
 @pytest.fixture
 def guard():
     """Outputs start as NaN before a guard of NaN, which must stay."""
@@ -72,19 +54,19 @@ def guard():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", EXACT)
-def test_activation_is_right_at_all_magnitudes(gpu, dtype, kind):
-    spread = torch.linspace(-14, 14, 200_001, device=gpu)
-    tiny_to_huge = torch.logspace(-30, 4.5, 5000, device=gpu)
+def test_activation_is_right_at_all_magnitudes(device, dtype, kind):
+    spread = torch.linspace(-14, 14, 200_001, device=device)
+    tiny_to_huge = torch.logspace(-30, 4.5, 5000, device=device)
     x = torch.cat([spread, tiny_to_huge, -tiny_to_huge]).to(dtype)
     close(cuda.fused_activation(x, kind), EXACT[kind](x.double()), dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", EXACT)
-def test_no_nan_at_the_largest_numbers(gpu, kind):
+def test_no_nan_at_the_largest_numbers(device, kind):
     for dtype in DTYPES:
         most = torch.finfo(dtype).max
-        x = torch.tensor([most, -most, most / 2, -most / 2, 0.0, -0.0, float("inf"), float("nan")], device=gpu).to(
+        x = torch.tensor([most, -most, most / 2, -most / 2, 0.0, -0.0, float("inf"), float("nan")], device=device).to(
             dtype
         )
         y = cuda.fused_activation(x, kind).tolist()
@@ -99,10 +81,10 @@ def test_no_nan_at_the_largest_numbers(gpu, kind):
     "shape",
     [(1,), (7,), (1, 1), (3, 96), (0, 64), (5, 0), (7, 33), (2, 3, 130), (2, 33000), (300, 8), (70_000, 4), (64, 5120)],
 )
-def test_add_gelu_and_silu_and_mul(gpu, guard, dtype, shape):
+def test_add_gelu_and_silu_and_mul(device, guard, dtype, shape):
     torch.manual_seed(sum(shape))
-    x, full = (torch.randn(shape, device=gpu).mul_(3).to(dtype) for _ in range(2))
-    row = full.reshape(-1, shape[-1])[0] if full.numel() else torch.randn(shape[-1], device=gpu, dtype=dtype)
+    x, full = (torch.randn(shape, device=device).mul_(3).to(dtype) for _ in range(2))
+    row = full.reshape(-1, shape[-1])[0] if full.numel() else torch.randn(shape[-1], device=device, dtype=dtype)
     for bias in (row, full):
         for approximate, kind in (("tanh", "gelu_tanh"), ("none", "gelu")):
             # The sum is rounded before the GELU, so the reference starts from the rounded sum.
@@ -116,9 +98,9 @@ def test_add_gelu_and_silu_and_mul(gpu, guard, dtype, shape):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts_and_unaligned_pointers(gpu, guard, dtype):
-    wide = torch.randn(6, 8, 64, device=gpu).to(dtype)
-    odd = torch.randn(4 * 33 + 1, device=gpu).to(dtype)
+def test_layouts_and_unaligned_pointers(device, guard, dtype):
+    wide = torch.randn(6, 8, 64, device=device).to(dtype)
+    odd = torch.randn(4 * 33 + 1, device=device).to(dtype)
     views = [
         wide[..., :32], wide[:, :5], wide[:, ::2, 8:24], wide[..., 1:33], wide.transpose(0, 1), wide.permute(2, 1, 0),
         wide[0, 0].expand(9, 64), wide[:, :1], wide[..., ::2], odd[1:].view(4, 33)[:, :32], odd[1:],
@@ -130,7 +112,11 @@ def test_layouts_and_unaligned_pointers(gpu, guard, dtype):
             cuda.fused_activation(x, "silu"), cuda.fused_activation(dense, "silu"), rtol=0, atol=0
         )
         n = x.shape[-1]
-        for bias in (torch.randn(n + 1, device=gpu).to(dtype)[1:], torch.randn(2 * n, device=gpu).to(dtype)[::2], x):
+        for bias in (
+            torch.randn(n + 1, device=device).to(dtype)[1:],
+            torch.randn(2 * n, device=device).to(dtype)[::2],
+            x,
+        ):
             expected = EXACT["gelu_tanh"]((dense + bias.contiguous()).double())
             close(cuda.fused_add_gelu(x, bias), expected, dtype)
         if n % 2 == 0:
@@ -141,7 +127,7 @@ def test_layouts_and_unaligned_pointers(gpu, guard, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(16, 128, 4096), (256, 6144)])
-def test_graph_replay_with_new_data(gpu, shape):
+def test_graph_replay_with_new_data(device, shape):
     """Also a chain of dependent launches: a kernel that starts before its input is ready would read old data.
 
     y + bias cancels, so what is left may be small beside its error: some 2^-24 of the terms, which reach 18. That error
@@ -149,7 +135,7 @@ def test_graph_replay_with_new_data(gpu, shape):
     ulps, it is up to 6e-7 (|s u| + |s| + |u|) for s = silu(gate) and u = up, over some million results; the hardware's
     reciprocals add an ulp each.
     """
-    x, bias = torch.randn(shape, device=gpu), torch.randn(shape[-1], device=gpu)
+    x, bias = torch.randn(shape, device=device), torch.randn(shape[-1], device=device)
 
     def chain():
         y = x
@@ -162,7 +148,7 @@ def test_graph_replay_with_new_data(gpu, shape):
     with torch.cuda.graph(graph):
         y = chain()
     for seed in range(5):
-        x.copy_(torch.randn(shape, device=gpu, generator=torch.Generator(gpu).manual_seed(seed)))
+        x.copy_(torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed)))
         graph.replay()
         z = x.double()
         for _ in range(4):
@@ -174,11 +160,11 @@ def test_graph_replay_with_new_data(gpu, shape):
 
 
 @pytest.mark.gpu
-def test_more_elements_than_32_bits_number(gpu):
+def test_more_elements_than_32_bits_number(device):
     size = 2**31 + 1003
     if torch.cuda.mem_get_info()[0] < 5 * size:
         pytest.skip("needs 11 GB of free device memory")
-    memory = torch.zeros(size + 1, dtype=torch.bfloat16, device=gpu)
+    memory = torch.zeros(size + 1, dtype=torch.bfloat16, device=device)
     x = memory[1:]  # unaligned, so that it is moved by elements
     for i in (0, 2**30, 2**31 - 1, 2**31, size - 1):
         x[i] = 2.0
@@ -187,9 +173,9 @@ def test_more_elements_than_32_bits_number(gpu):
 
 
 @pytest.mark.gpu
-def test_current_stream(gpu):
+def test_current_stream(device):
     stream = torch.cuda.Stream()
-    x = torch.zeros(1 << 22, device=gpu)
+    x = torch.zeros(1 << 22, device=device)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(20_000_000)
@@ -200,8 +186,8 @@ def test_current_stream(gpu):
 
 
 @pytest.mark.gpu
-def test_bad_input_is_a_value_error(gpu):
-    x = torch.randn(4, 8, device=gpu)
+def test_bad_input_is_a_value_error(device):
+    x = torch.randn(4, 8, device=device)
     for call, message in (
         (lambda: cuda.fused_add_gelu(x, x[0, :7]), r"bias: expected the shape \[4, 8\] or \[8\], not \[7\]"),
         (
@@ -231,11 +217,11 @@ def test_bad_input_is_a_value_error(gpu):
 
 
 @pytest.mark.gpu
-def test_agrees_with_the_reference_to_the_last_bit_or_so(gpu):
+def test_agrees_with_the_reference_to_the_last_bit_or_so(device):
     from nanovllm.kernels import fused_add_gelu, silu_and_mul
 
     for dtype in (torch.bfloat16, torch.float16):
-        x, bias = torch.randn(64, 4096, device=gpu).to(dtype), torch.randn(4096, device=gpu).to(dtype)
+        x, bias = torch.randn(64, 4096, device=device).to(dtype), torch.randn(4096, device=device).to(dtype)
         for got, expected in (
             (cuda.fused_add_gelu(x, bias), fused_add_gelu.native(x, bias)),
             (cuda.silu_and_mul(x), silu_and_mul.native(x)),

@@ -1,14 +1,9 @@
 """Products with 8-bit floats in CUDA C++: values on a GPU, the machine code where nvcc is, plans anywhere."""
 
-import re
-import subprocess
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from nanovllm.kernels import ops
-from nanovllm.kernels.cuda import build
 from nanovllm.kernels.cuda.fp8 import products
 from nanovllm.kernels.cuda.fp8.plan import (
     CHUNK,
@@ -23,33 +18,12 @@ from nanovllm.kernels.cuda.fp8.plan import (
 from nanovllm.kernels.cuda.packed import library
 from nanovllm.kernels.cuda.packed import products as packed
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
+from tests.kernels.cuda.checks import check_fused, check_machine_code, replayed, views_of_1024_columns
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture
-def device():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda", torch.cuda.current_device())
-    reason = library.fp8_support(device)
-    if reason is not None:
-        pytest.skip(reason)
-    return device
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """How often the kernel was launched."""
-    seen = []
-    original = products.product_kernel
-
-    def kernel(device, folder):
-        compiled = original(device, folder)
-        return lambda *args: seen.append(args[0]) or compiled(*args)
-
-    monkeypatch.setattr(products, "product_kernel", kernel)
-    return seen
+SUPPORT = library.fp8_support
 
 
 def make(rows, size, kind, device):
@@ -108,16 +82,7 @@ def test_fused_products_equal_the_separate_ones(size, kind, device, launches):
     scale *= size**-0.5 / 64
     for tokens in (1, 7, 8):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
-        plain = products.linear_fp8(x, weight, scale)
-        gated = packed.linear_packed_silu_and_mul(x, "fp8", weight, scale, None)
-        # Of two roundings, SiLU's and the product's, each may differ by a place.
-        torch.testing.assert_close(gated, ops.silu_and_mul.native(plain), rtol=2**-6, atol=1e-5)
-        residual = torch.randn_like(plain)
-        norm = torch.rand(plain.shape[1], dtype=BF16, device=device)
-        y, total = packed.linear_packed_add_rms_norm(x, "fp8", weight, scale, None, residual, norm, 1e-6)
-        wanted, wanted_total = ops.add_rms_norm.native(plain, residual, norm, 1e-6)
-        torch.testing.assert_close(total, wanted_total, rtol=2**-6, atol=2e-2)
-        torch.testing.assert_close(y, wanted, rtol=2**-6, atol=2e-2)
+        check_fused(x, ("fp8", weight, scale, None), products.linear_fp8(x, weight, scale), rtol=2**-6)
     # Unsplit, seven tokens of 12,288 columns have no room.
     assert len(launches) == (9 if size == 4160 else 5)
 
@@ -126,7 +91,7 @@ def test_fused_products_equal_the_separate_ones(size, kind, device, launches):
 def test_any_strides(device, launches):
     weight, scale, values = make(200, 1024, "row", device)
     wide = torch.randn(4, 3000, dtype=BF16, device=device) * 1e-2
-    for x in (wide[:, 8:1032], wide[:, 3:1027], wide.view(4, 1, 3000)[..., :1024], wide.t()[:1024].t()):
+    for x in views_of_1024_columns(wide):
         check(products.fp8_product(x, weight, scale).view(4, 200), x.reshape(4, 1024), values)
     rows = torch.zeros(200, 1120, dtype=torch.uint8, device=device)
     rows[:, 16:1040] = weight.view(torch.uint8)
@@ -153,13 +118,7 @@ def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
 def test_a_graph_replays_it_with_other_tokens(device):
     weight, scale, values = make(512, 1024, "row", device)
     x = torch.randn(2, 1024, dtype=BF16, device=device)
-    products.fp8_product(x, weight, scale)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = products.fp8_product(x, weight, scale)
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    check(y, x, values)
+    check(replayed(lambda: products.fp8_product(x, weight, scale), x), x, values)
 
 
 @pytest.mark.parametrize("tokens", range(1, MAX_TOKENS + 1))
@@ -213,14 +172,6 @@ def test_a_machine_with_the_other_library_alone_runs_what_triton_has(monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
 def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
-    if build.toolchain_reason() is not None and build.cuda_home() is None:
-        pytest.skip("needs nvcc")
-    nvcc, file = build.cuda_home() / "bin" / "nvcc", tmp_path / "kernels.ptx"
-    flags = ["-O3", "-std=c++17", "-arch=sm_90", "-ptx"]
-    subprocess.run([nvcc, *flags, "-o", file, library.FP8_FOLDER / f"{source}.cu"], check=True)
-    kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
-    assert kernels
-    for ptx in kernels:
-        assert "mma.sync.aligned.m16n8k16" in ptx and "cvt.rn.f16x2.e4m3x2" in ptx
-        wait, first = ptx.index("griddepcontrol.wait"), ptx.index("cp.async.cg.shared.global.L2::128B")
-        assert first < wait  # weights, which never change, are read before the kernel in front has ended
+    instructions = "mma.sync.aligned.m16n8k16", "cvt.rn.f16x2.e4m3x2"
+    load = "cp.async.cg.shared.global.L2::128B"
+    check_machine_code(library.FP8_FOLDER / f"{source}.cu", "sm_90", tmp_path, instructions, load)

@@ -1,7 +1,6 @@
 """Products with packed weights in CUDA C++: values on a GPU, the machine code where nvcc is, plans anywhere."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 pytest.importorskip("triton")
 from nanovllm.kernels import ops
-from nanovllm.kernels.cuda import build
 from nanovllm.kernels.cuda.packed import library, products
 from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
@@ -27,20 +25,13 @@ from nanovllm.kernels.cuda.packed.plan import (
 )
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES, dequantise_gguf
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
+from tests.kernels.cuda.checks import check_fused, check_machine_code, nvcc, replayed, views_of_1024_columns
 
 KINDS = ("int4", "int8", *GGUF_TYPES)
 BF16 = torch.bfloat16
 
 
-@pytest.fixture
-def device():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    device = torch.device("cuda", torch.cuda.current_device())
-    reason = library.packed_support(device)
-    if reason is not None:
-        pytest.skip(reason)
-    return device
+SUPPORT = library.packed_support
 
 
 def make(kind, rows, size, device, group=128, zeros=False, scale_dtype=BF16):
@@ -74,20 +65,6 @@ def check(got, x, values, bias=None):
     size = x.double().abs() @ values.abs().t()
     tolerance = size * 2**-8 + exact.abs() * 2**-8 + 1e-6
     assert not got.isnan().any() and ((got.double() - exact).abs() <= tolerance).all()
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """How often the kernel was launched."""
-    seen = []
-    original = products.product_kernel
-
-    def kernel(device):
-        compiled = original(device)
-        return lambda *args: seen.append(args[0]) or compiled(*args)
-
-    monkeypatch.setattr(products, "product_kernel", kernel)
-    return seen
 
 
 @pytest.mark.gpu
@@ -185,15 +162,7 @@ def test_fused_products_equal_the_separate_ones(kind, device, launches):
     operands, _ = make(kind, 2 * 648, 1280, device)
     for tokens in (1, 7, 16):
         x = torch.randn(tokens, 1280, dtype=BF16, device=device)
-        plain = product(x, operands)
-        gated = products.linear_packed_silu_and_mul(x, *operands)
-        torch.testing.assert_close(gated, ops.silu_and_mul.native(plain), rtol=2**-7, atol=1e-5)
-        residual = torch.randn_like(plain)
-        weight = torch.rand(plain.shape[1], dtype=BF16, device=device)
-        y, total = products.linear_packed_add_rms_norm(x, *operands, residual, weight, 1e-6)
-        wanted, wanted_total = ops.add_rms_norm.native(plain, residual, weight, 1e-6)
-        torch.testing.assert_close(total, wanted_total, rtol=2**-6, atol=2e-2)
-        torch.testing.assert_close(y, wanted, rtol=2**-6, atol=2e-2)
+        check_fused(x, operands, product(x, operands), rtol=2**-7)
     assert len(launches) == 9
 
 
@@ -201,7 +170,7 @@ def test_fused_products_equal_the_separate_ones(kind, device, launches):
 def test_any_strides(device, launches):
     operands, values = make("int4", 200, 1024, device)
     wide = torch.randn(4, 3000, dtype=BF16, device=device)
-    for x in (wide[:, 8:1032], wide[:, 3:1027], wide.view(4, 1, 3000)[..., :1024], wide.t()[:1024].t()):
+    for x in views_of_1024_columns(wide):
         check(product(x, operands).view(4, 200), x.reshape(4, 1024), values)
     rows = torch.zeros(200, 700, dtype=torch.uint8, device=device)
     rows[:, 16:528] = operands[1]
@@ -229,13 +198,7 @@ def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
 def test_a_graph_replays_it_with_other_tokens(device):
     operands, values = make("Q4_K", 512, 1024, device)
     x = torch.randn(2, 1024, dtype=BF16, device=device)
-    product(x, operands)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = product(x, operands)
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    check(y, x, values)
+    check(replayed(lambda: product(x, operands), x), x, values)
 
 
 def test_plans():
@@ -289,27 +252,15 @@ def test_plans_of_many_tokens():
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["int4", "k_planes", "ring", "wide", "wide_zero"])
 def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
-    if build.toolchain_reason() is not None and build.cuda_home() is None:
-        pytest.skip("needs nvcc")
-    nvcc, file = build.cuda_home() / "bin" / "nvcc", tmp_path / "kernels.ptx"
-    flags = ["-O3", "-std=c++17", "-arch=sm_90a", "-ptx"]
-    subprocess.run([nvcc, *flags, "-o", file, Path(library.FOLDER) / f"{source}.cu"], check=True)
-    kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
-    assert kernels
-    for ptx in kernels:
-        wide = source.startswith("wide")
-        assert ("wgmma.mma_async.sync.aligned.m64n" if wide else "mma.sync.aligned.m16n8k16") in ptx
-        copied = wide or source == "ring"
-        load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
-        wait, first = ptx.rindex("griddepcontrol.wait"), ptx.index(load)
-        assert first < wait  # weights, which never change, are read before the kernel in front has ended
+    wide = source.startswith("wide")
+    product = "wgmma.mma_async.sync.aligned.m64n" if wide else "mma.sync.aligned.m16n8k16"
+    copied = wide or source == "ring"
+    load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
+    check_machine_code(Path(library.FOLDER) / f"{source}.cu", "sm_90a", tmp_path, [product], load)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["wide", "wide_zero"])
 def test_hopper_code_compiles_for_other_gpus(source, tmp_path):
     """One library has all kernels of the folder: what only Hopper has must not break it elsewhere."""
-    if build.toolchain_reason() is not None and build.cuda_home() is None:
-        pytest.skip("needs nvcc")
-    command = [build.cuda_home() / "bin" / "nvcc", "-std=c++17", "-arch=sm_120", "-cubin", "-o", tmp_path / "kernels"]
-    subprocess.run([*command, Path(library.FOLDER) / f"{source}.cu"], check=True)
+    nvcc("-arch=sm_120", "-cubin", "-o", tmp_path / "kernels", Path(library.FOLDER) / f"{source}.cu")

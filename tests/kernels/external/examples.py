@@ -4,6 +4,7 @@ import torch
 
 from nanovllm.kernels.external import flash_attn
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
+from tests.kernels.paged_cache import paged
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 HALF = dict(dtype=torch.bfloat16)
@@ -26,20 +27,12 @@ def example(
     device=CPU,
 ):
     """Arguments of attention_prefill; the cache's unused slots hold NaN."""
+    k_cache, v_cache, table = paged(lens, kv_heads, dim, block_size, dtype, device=device)
     generator = torch.Generator().manual_seed(0)
-    blocks = [-(-n // block_size) for n in lens]
-    table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
-    order = torch.randperm(sum(blocks) + 2, generator=generator).int()
-    cache = torch.full((2, len(order), block_size, kv_heads, dim), float("nan"))
-    for i, n in enumerate(lens):
-        table[i, : blocks[i]], order = order[: blocks[i]], order[blocks[i] :]
-        for j in range(n):
-            cache[:, table[i, j // block_size], j % block_size] = torch.randn(2, kv_heads, dim, generator=generator)
     q = torch.randn(sum(query_lens), heads + 1, dim, generator=generator)[:, :heads]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
-    cache = cache.to(dtype).to(device)
     return dict(
-        q=q.to(dtype).to(device), k_cache=cache[0], v_cache=cache[1], block_table=table.to(device),
+        q=q.to(dtype).to(device), k_cache=k_cache, v_cache=v_cache, block_table=table,
         cu_seqlens_q=starts.to(device),
         context_lens=torch.tensor(lens, dtype=torch.int32, device=device), max_query_len=max(query_lens),
         scale=dim**-0.5,

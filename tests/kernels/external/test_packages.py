@@ -27,6 +27,8 @@ def flash_attn_varlen_func(): ...
 class BatchDecodeWithPagedKVCacheWrapper: ...
 class BatchPrefillWithPagedKVCacheWrapper: ...
 """
+VERSION_4 = ["flash_attn/cute/__init__.py", "flash_attn/cute/interface.py"]
+VERSION_2 = ["flash_attn/__init__.py", "flash_attn_2_cuda.py"]
 VLLM = "vllm/vllm_flash_attn/flash_attn_interface.py"
 
 
@@ -54,17 +56,9 @@ def site(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "files, capability, expected",
     [
-        (["flash_attn/__init__.py", "flash_attn_2_cuda.py"], (8, 0), "FlashAttention 2 (flash_attn)"),
-        (
-            ["flash_attn/__init__.py", "flash_attn_2_cuda.py", "flash_attn_interface.py"],
-            (9, 0),
-            "FlashAttention 3 (flash_attn_interface)",
-        ),
-        (
-            ["flash_attn/__init__.py", "flash_attn_2_cuda.py", "flash_attn_interface.py"],
-            (8, 6),
-            "FlashAttention 2 (flash_attn)",
-        ),
+        (VERSION_2, (8, 0), "FlashAttention 2 (flash_attn)"),
+        ([*VERSION_2, "flash_attn_interface.py"], (9, 0), "FlashAttention 3 (flash_attn_interface)"),
+        ([*VERSION_2, "flash_attn_interface.py"], (8, 6), "FlashAttention 2 (flash_attn)"),
         (
             ["flash_attn/cute/__init__.py", "flash_attn/cute/interface.py"],
             (10, 0),

@@ -58,3 +58,18 @@ def strided(x):
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 8), float("nan"), dtype=x.dtype, device=x.device)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
+
+
+def graph_of(fn, warm=True):
+    """(a captured graph of fn, its result). warm: fn ran before on the stream of the capture."""
+    fn()
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    if warm:
+        with torch.cuda.stream(stream):
+            fn()
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = fn()
+    return graph, out

@@ -1,9 +1,10 @@
-"""What the tests of paged attention share: poisoned caches, a reference in float64, compiled launches.
+"""What the tests of paged attention share: a reference in float64, compiled launches.
 
 With a GPU the tests run there at real shapes, else in Triton's interpreter on small ones (`tests/test_interpreted.py`).
 The interpreter cannot multiply bfloat16 matrices.
 """
 
+import functools
 import random
 import re
 
@@ -11,6 +12,7 @@ import torch
 
 from nanovllm.kernels.triton.attention import decode, prefill
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan
+from tests.kernels import paged_cache
 from tests.kernels.flat import flat
 from tests.kernels.triton.common import DEVICE
 from tests.kernels.triton.compiled import compiled, launches_of
@@ -31,28 +33,7 @@ def cut(pieces, tile=16, stages=1, merge_registers=16, **options):
 
 
 SINGLE_TILES = cut(30)
-
-
-def paged(lens, num_kv_heads, head_dim, block_size, dtype, seed=0, scale=1.0):
-    """(k_cache, v_cache, block_table): shuffled blocks, NaN wherever no token is, a table wider than needed."""
-    generator = torch.Generator().manual_seed(seed)
-    blocks = [max(1, -(-n // block_size)) for n in lens]
-    num_blocks = sum(blocks) + 3
-    shuffled = torch.randperm(num_blocks, generator=generator)
-    table = torch.zeros(len(blocks), max(blocks) + 1, dtype=torch.int32)
-    used = torch.zeros(num_blocks, block_size, dtype=torch.bool)
-    for i, n in enumerate(blocks):
-        mine, shuffled = shuffled[:n], shuffled[n:]
-        table[i, :n] = mine
-        table[i, n:] = mine[0]
-        used[mine] = True
-        used[mine[-1], lens[i] - (n - 1) * block_size :] = False
-    shape = num_blocks, block_size, num_kv_heads, head_dim
-    generator, unused = torch.Generator(DEVICE).manual_seed(seed), ~used.to(DEVICE)
-    caches = [torch.randn(shape, generator=generator, device=DEVICE) * scale for _ in range(2)]
-    for cache in caches:
-        cache[unused] = float("nan")
-    return *(cache.to(dtype) for cache in caches), table.to(DEVICE)
+paged = functools.partial(paged_cache.paged, device=DEVICE)
 
 
 def reference(q, k_cache, v_cache, table, lens, runs=None, window=None, soft_cap=None, k_scale=None, v_scale=None):

@@ -8,7 +8,8 @@ import torch
 from nanovllm.kernels.triton.attention.common import LOG2E
 from tests.kernels.ptx_emulator import Machine
 from tests.kernels.ptx_launch import Memory
-from tests.kernels.triton.attention.hopper_calls import compile_hopper_decode, make
+from tests.kernels.triton.attention.decode_calls import make
+from tests.kernels.triton.attention.hopper_calls import compile_hopper_decode
 
 
 def emulate(

@@ -17,7 +17,6 @@ pytestmark = pytest.mark.triton
 
 DTYPE = torch.bfloat16 if GPU else torch.float16  # the interpreter cannot multiply bfloat16 matrices
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
-NAMES = ("decode", "fused", "prefill")
 
 
 def call(name, out=None):
@@ -34,7 +33,7 @@ def call(name, out=None):
     return qk_norm_rope_attention(q, k, v, torch.randn(48, DIM, generator=g).to(DEVICE), *paged, 0.125, out=out)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["decode", "fused", "prefill"])
 def test_it_takes_the_result_and_nothing_else_changes(name):
     expected = call(name)
     n = len(expected)
@@ -42,12 +41,7 @@ def test_it_takes_the_result_and_nothing_else_changes(name):
     got = call(name, around[3 : 3 + n])
     assert got.data_ptr() == around[3:].data_ptr() and torch.equal(got, expected)
     assert (around[:3] == 7).all() and (around[3 + n :] == 7).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_it_must_be(name):
-    right = call(name)
-    transposed = torch.empty_like(right).transpose(1, 2).contiguous().transpose(1, 2)
-    for wrong in (right.float(), torch.cat((right, right[:1])), transposed):
+    transposed = got.transpose(1, 2).contiguous().transpose(1, 2)
+    for wrong in (got.float(), torch.cat((got, got[:1])), transposed):
         with pytest.raises(ValueError, match=r"^out: expected contiguous \[\d, 4, 64\] .*, as q, not \["):
             call(name, wrong)

@@ -4,7 +4,6 @@ a GPU: `test_decode_hopper_plan.py`, and `test_decode_hopper_ptx.py`, which runs
 
 import functools
 import itertools
-import random
 
 import pytest
 import torch
@@ -13,35 +12,19 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 
-from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.triton import counters
 from nanovllm.kernels.triton.attention import decode
 from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
-from nanovllm.kernels.triton.attention.decode_plan import plan_decode
 from nanovllm.kernels.triton.gemm import hopper_product
-from tests.kernels.flat import flat
-from tests.kernels.triton.attention.hopper_calls import (
-    check_stored,
-    dims_apart,
-    expected,
-    heads_apart,
-    make,
-    run,
-    tokens_apart,
-)
-
-attention_decode = flat("attention_decode", decode.attention_decode)
-qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
+from tests.kernels.triton.attention.cases import BF16, F16, attention_decode, mixed, qk_norm_rope_attention
+from tests.kernels.triton.attention.decode_calls import check_call, copied, make, run
+from tests.kernels.triton.attention.hopper_calls import dims_apart, heads_apart, tokens_apart
+from tests.kernels.triton.common import graph_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
-BF16, F16 = torch.bfloat16, torch.float16
 ERROR = {BF16: 1e-2, F16: 1.5e-3}
 EDGES = [0, 1, 2, 16, 17, 63, 64, 65, 66, 129, 255, 256, 257, 258, 4000]
-
-
-def mixed(count, longest, seed=0):
-    return [random.Random(seed + i).randint(1, longest) for i in range(count)]
 
 
 # name: (lens, group, kv_heads, head_dim, block_size, dtype, norm, plan[, scales of a float8 cache[, options]])
@@ -97,77 +80,6 @@ SHAPES |= {
 
 
 @pytest.fixture
-def poison(monkeypatch):
-    """Memory that a kernel gets is NaN, and no result of an earlier launch."""
-    original = torch.empty
-    with torch.device("cpu"):
-        original(0)
-
-    def empty(*size, **options):
-        x = original(*size, **options)
-        return x.fill_(float("nan")) if x.is_floating_point() and not torch.cuda.is_current_stream_capturing() else x
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
-def copied(given):
-    return given | {n: given[n].clone() for n in ("k_cache", "v_cache")}
-
-
-def bits(x):
-    return x.view(torch.uint8 if x.dtype == FP8 else torch.int16)
-
-
-def portable_plan(given):
-    num_seqs, heads, dim = given["q"].shape
-    kv_heads = given["k_cache"].shape[2]
-    return plan_decode(
-        num_seqs, kv_heads, heads // kv_heads, dim, given["k_cache"].element_size(), False, 132, "k" in given
-    )
-
-
-def check_caches(used, given, of_portable):
-    """The slots of new tokens hold what the other kernel stores there, but for a last bit of a few keys; nothing
-    else has changed.
-    """
-    for name in ("k_cache", "v_cache"):
-        new = (bits(of_portable[name]) != bits(given[name])).flatten(2).any(-1)
-        assert new.sum() == ((given["context_lens"] > 0).sum() if "k" in given else 0)
-        assert torch.equal(bits(used[name])[~new], bits(given[name])[~new]), f"{name}: other slots were written"
-        if not new.any():
-            continue
-        got, want = (bits(x[name])[new].view(x[name].dtype) for x in (used, of_portable))
-        same = (bits(got) == bits(want)).double().mean().item()
-        assert same == 1 if name == "v_cache" else same > 0.999, (
-            f"{name}: {same} of the elements are the other kernel's"
-        )
-        step = 1 / 8 if got.dtype == FP8 else 1.6e-2
-        torch.testing.assert_close(got.float(), want.float(), rtol=step, atol=4e-2)
-
-
-def check(given, plan=None):
-    lens, dtype = given["context_lens"].tolist(), given["q"].dtype
-    used, of_portable = copied(given), copied(given)
-    got, other = run(used, plan), run(of_portable, portable_plan(given))
-    want, stored = expected(given, used if given["k_cache"].dtype == FP8 else None)
-    for slot, pair in stored.items():
-        for index, name in enumerate(("k_cache", "v_cache")):
-            check_stored(used[name].flatten(0, 1)[slot], pair[index], exact=index == 1)
-    scale = want.norm().item() or 1.0
-    error, of_other = ((x.double() - want).norm().item() / scale for x in (got, other))
-    assert got.is_contiguous() and not got.isnan().any() and error < ERROR[dtype], (error, of_other)
-    rows = (got.double() - want).flatten(1).norm(dim=1) / want.flatten(1).norm(dim=1).clamp(min=1e-30)
-    assert rows.max() < 3 * ERROR[dtype], (
-        f"sequence {rows.argmax()} of {lens[rows.argmax()]} tokens is off by {rows.max()}"
-    )
-    check_caches(used, given, of_portable)
-    for _ in range(3):
-        again = copied(given)
-        assert torch.equal(got, run(again, plan)), "other bits in another run"
-        assert all(torch.equal(bits(again[n]), bits(used[n])) for n in ("k_cache", "v_cache"))
-
-
-@pytest.fixture
 def launches(monkeypatch):
     """Which kernels the ops launch."""
     seen = []
@@ -181,8 +93,9 @@ def launches(monkeypatch):
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name, new, poison, launches):
     *shape, plan, scales, options = *SHAPES[name], *(None, {})[len(SHAPES[name]) - 8 :]
-    check(make(*shape, new=new, scales=scales, **options), plan)
-    assert launches == ["launch_hopper", "launch_decode", *["launch_hopper"] * 3]
+    given = make(*shape, new=new, scales=scales, **options)
+    check_call(given, plan, error=ERROR[given["q"].dtype])
+    assert set(launches) == {"launch_hopper"}
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
@@ -223,72 +136,6 @@ def test_what_the_kernel_does_not_take_has_the_other_one(launches):
     assert launches == ["launch_decode"] * len(calls)
     with pytest.raises(ValueError, match="k_scale, v_scale: expected none of them but with a cache of"):
         run(copied(calls[0]), Plan(33))
-
-
-def graph_of(fn):
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        fn()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = fn()
-    return graph, out
-
-
-@pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
-def test_replays_with_other_batches(new):
-    """One capture, other lengths and tables: as an eager call."""
-    count = 40
-    given = make([700] * count, 2, 8, 128, 256, BF16, spare=324, new=new)
-    for n in ("k_cache", "v_cache"):
-        given[n] = torch.randn(given[n].shape, device="cuda").to(BF16)
-    given["max_context_len"] = 1024
-    replayed = copied(given) | {n: given[n].clone() for n in ("context_lens", "block_table")}
-    graph, out = graph_of(lambda: run(replayed))
-    for step in range(20):
-        lens = torch.tensor([0, *mixed(count - 1, 1024, 100 * step)], dtype=torch.int32, device="cuda")
-        table = given["block_table"][torch.randperm(count, device="cuda")]
-        for n in ("k_cache", "v_cache"):
-            replayed[n].copy_(given[n])
-        replayed["context_lens"].copy_(lens)
-        replayed["block_table"].copy_(table)
-        graph.replay()
-        eager = copied(given) | {"context_lens": lens, "block_table": table}
-        assert torch.equal(out, run(eager)), step
-        assert all(torch.equal(bits(eager[n]), bits(replayed[n])) for n in ("k_cache", "v_cache")), step
-        want, _ = expected(copied(given) | {"context_lens": lens, "block_table": table})
-        assert (out.double() - want).norm() / want.norm() < ERROR[BF16], step
-
-
-def chained(given, tokens, lens, wait=False):
-    out = []
-    for new, length in zip(tokens, lens):
-        out.append(qk_norm_rope_attention(**given | new | {"context_lens": length}))
-        if wait:
-            torch.cuda.synchronize()
-    return out
-
-
-@pytest.mark.parametrize("count", [1, 4, 8, 40, 100])
-def test_calls_that_read_what_the_one_before_them_stored(count):
-    """A call asks for keys before it waits for the kernel before it, which may be this one with the last token."""
-    calls = 24
-    given = make([230 + 11 * i for i in range(count)], 2, 8, 128, 256, BF16, spare=calls + 1)
-    given["max_context_len"] = 2048
-    lens = [given["context_lens"] + i for i in range(calls)]
-    tokens = [{n: torch.randn_like(given[n]) for n in "qkv"} for _ in range(calls)]
-    saved = {n: given[n].clone() for n in ("k_cache", "v_cache")}
-    want = chained(given, tokens, lens, wait=True)
-    for name, cache in saved.items():
-        given[name].copy_(cache)
-    graph, out = graph_of(functools.partial(chained, given, tokens, lens))
-    for replay in range(50):
-        for name, cache in saved.items():
-            given[name].copy_(cache)
-        graph.replay()
-        wrong = [i for i, (a, b) in enumerate(zip(out, want)) if not torch.equal(a, b)]
-        assert not wrong, (replay, wrong)
 
 
 @pytest.mark.parametrize("count", [1, 8, 64])

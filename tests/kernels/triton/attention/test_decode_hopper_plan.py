@@ -20,14 +20,10 @@ from nanovllm.kernels.triton.attention.call import DecodeCall
 from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan as Plan
 from nanovllm.kernels.triton.attention.decode_hopper_plan import plan_hopper_decode
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan
-from tests.kernels.flat import flat
-from tests.kernels.triton.attention.hopper_calls import compile_hopper_decode, dims_apart, heads_apart, make, run
+from tests.kernels.triton.attention.cases import BF16, F16, attention_decode, qk_norm_rope_attention
+from tests.kernels.triton.attention.decode_calls import make, run
+from tests.kernels.triton.attention.hopper_calls import compile_hopper_decode, dims_apart, heads_apart
 from tests.kernels.triton.compiled import resources
-
-attention_decode = flat("attention_decode", decode.attention_decode)
-qk_norm_rope_attention = flat("qk_norm_rope_attention", decode.qk_norm_rope_attention)
-
-BF16, F16 = torch.bfloat16, torch.float16
 
 
 def given_for(lens=(40, 3), group=2, kv_heads=2, head_dim=128, block_size=64, dtype=BF16, **options):

@@ -10,44 +10,45 @@ import pytest
 import torch
 
 triton = pytest.importorskip("triton")
-from nanovllm.kernels.ops import attention_decode_shared as OP
 from nanovllm.kernels.triton.attention.call import DecodeCall
 from nanovllm.kernels.triton.attention.decode_launch import launch_shared, launch_shared_pass
 from nanovllm.kernels.triton.attention.decode_plan import SharedPlan
 from tests.kernels.flat import flat
-from tests.kernels.triton.attention import projected_calls as fused
+from tests.kernels.triton.attention import decode_calls as calls
 from tests.kernels.triton.attention.cases import (
     BF16,
-    F8,
     F16,
     F32,
     SINGLE_TILES,
-    attention_decode,
     attention_decode_shared,
     check,
     cut,
-    given_bits,
     int32,
     qk_norm_rope_attention,
     qk_norm_rope_attention_shared,
-    reference,
 )
-from tests.kernels.triton.attention.projected_calls import copied, difference
-from tests.kernels.triton.common import DEVICE, GPU
+from tests.kernels.triton.attention.decode_calls import copied, difference
+from tests.kernels.triton.common import DEVICE, GPU, graph_of
 
 pytestmark = pytest.mark.triton
 
 PREFIXES = ("groups", "group_rows", "shared_lens")
 
 
-def make(groups, own, num_heads, num_kv_heads, head_dim, block_size, dtype, num_groups=None, **options):
-    """Arguments of the fused op. groups: (rows, blocks) each; own: tokens of each row behind the shared ones.
+def make(
+    groups, own, group, kv_heads, head_dim, block_size, dtype, num_groups=None, new=False, **options
+):  # fmt: skip
+    """Arguments of `attention_decode_shared`, or with `new` of the fused op.
 
     Slots that hold no token are NaN, and so is that of the new one.
+
+    Args:
+        groups: (rows, blocks) each.
+        own: tokens of each row behind the shared ones.
     """
     tokens = {row: blocks * block_size for rows, blocks in groups for row in rows}
     lens = [n + tokens.get(row, 0) for row, n in enumerate(own)]
-    given = fused.make(lens, num_heads, num_kv_heads, head_dim, block_size, dtype, **options)
+    given = calls.make(lens, group, kv_heads, head_dim, block_size, dtype, new=new, **options)
     table = given["block_table"]
     for rows, blocks in groups:
         table[rows, :blocks] = table[rows[0], :blocks].clone()
@@ -55,8 +56,7 @@ def make(groups, own, num_heads, num_kv_heads, head_dim, block_size, dtype, num_
     for row, n in enumerate(lens):
         unused[table[row, : -(-n // block_size)].long()] = False
     for cache in (given["k_cache"], given["v_cache"]):
-        raw = cache.view(torch.uint8) if cache.dtype == F8 else cache
-        raw[unused] = 0x7F if cache.dtype == F8 else float("nan")
+        cache.view(torch.uint8)[unused] = 0xFF
     in_groups = [row for rows, _ in groups for row in rows]
     described, place = [], 0
     for rows, blocks in groups:
@@ -71,48 +71,27 @@ def make(groups, own, num_heads, num_kv_heads, head_dim, block_size, dtype, num_
     }
 
 
-def plain(given):
-    """The arguments of `attention_decode_shared`, whose cache has the new tokens already."""
-    stored = copied(given)
-    lens = stored["context_lens"].clamp_min(1)  # an empty sequence has a block, in which nothing is read
-    fused.NATIVE(**without_groups(stored) | {"context_lens": lens})
-    return {n: x for n, x in stored.items() if n in OP.records.flat.parameters}
-
-
 def without_groups(given):
     return {n: x for n, x in given.items() if n not in PREFIXES}
 
 
-def check_plain(given, plan=None, rest=None):
-    given = plain(given)
+def check_plain(given, plan=None, rest=None, again=False):
     got = attention_decode_shared(**given, plan=plan, rest=rest)
-    check(got, expected_of_plain(given), given["q"].dtype)
-    for _ in range(3 if GPU else 1):
+    check(got, calls.expected(given)[0], given["q"].dtype)
+    for _ in range(3 if GPU or again else 0):
         assert torch.equal(got, attention_decode_shared(**given, plan=plan, rest=rest))
-    if got.dtype == F32:
-        assert difference(got, attention_decode(**without_groups(given))) < 1e-5
-
-
-def expected_of_plain(given):
-    options = {n: given.get(n) for n in ("window", "soft_cap", "k_scale", "v_scale")}
-    caches = (given[n] for n in ("q", "k_cache", "v_cache", "block_table"))
-    return reference(*caches, given["context_lens"].tolist(), **options)
 
 
 def check_fused(given, plan=None, rest=None):
-    used, apart = copied(given), copied(given)
+    used = copied(given)
     got = qk_norm_rope_attention_shared(**used, plan=plan, rest=rest)
-    unshared = qk_norm_rope_attention(**without_groups(apart))
-    most = 1e-5 if got.dtype == F32 else fused.LOOSE
+    want, new = calls.expected(given, used if given["k_cache"].dtype != given["q"].dtype else None)
+    most = 1e-5 if got.dtype == F32 else calls.LOOSE
     assert got.is_contiguous() and not got.isnan().any()
-    if (given["context_lens"] > 0).all():
-        assert difference(got, fused.expected_of(without_groups(given))) < most
-    assert difference(got, unshared) < most
-    different = given_bits(used["k_cache"]) != given_bits(apart["k_cache"])
-    # Another number of warps adds the squares of a norm in another order: a last bit here and there.
-    assert different.sum() <= 0.03 * given["k"].numel()
-    assert torch.equal(given_bits(used["v_cache"]), given_bits(apart["v_cache"]))
-    assert torch.equal(got, qk_norm_rope_attention_shared(**copied(given), plan=plan, rest=rest))
+    assert difference(got, want) < most
+    calls.check_caches(used, given, new)
+    if GPU:
+        assert torch.equal(got, qk_norm_rope_attention_shared(**copied(given), plan=plan, rest=rest))
 
 
 def shared_plan(programs, pieces, tile=16):
@@ -123,7 +102,7 @@ def shared_plan(programs, pieces, tile=16):
 SMALL = shared_plan(3, 4)
 CASES = [
     # A pair alone, one token each behind the shared block.
-    ([([0, 1], 1)], [1, 1], 2, 2, 64, 16, F32, SMALL, SINGLE_TILES, {}),
+    ([([0, 1], 1)], [1, 1], 1, 2, 64, 16, F32, SMALL, SINGLE_TILES, {}),
     # Groups of odd sizes, rows without a group, a sequence without tokens, in any order; groups without rows.
     ([([7, 2, 4], 3), ([1, 6], 1)], [5, 20, 1, 33, 16, 0, 40, 17], 2, 1, 64, 16, F32, None, None, {"num_groups": 9}),
     # Row tiles that straddle sequences; more pieces than are merged at a time; programs with parts of several row
@@ -132,21 +111,21 @@ CASES = [
     # Fewer pieces than programs. Tiles of two blocks: half of the last one lies beyond the shared tokens.
     ([([2, 0, 1], 5)], [9, 40, 1], 4, 1, 64, 16, F32, shared_plan(7, 2, 32), cut(3, 32), {}),
     ([(list(range(4)), 2), ([4, 5], 1)], [5, 1, 9, 2, 30, 3], 7, 1, 96, 32, F16, SMALL, None, {"soft_cap": 5.0}),
-    ([([0, 2], 2)], [5, 9, 1], 6, 2, 80, 32, F16, None, SINGLE_TILES, {}),
-    ([([0, 2], 2)], [5, 9, 20], 2, 1, 64, 16, F16, shared_plan(3, 4, 32), None, {"cache_dtype": F8, "norm": False}),
-    ([([1, 2], 2)], [5, 9, 20], 4, 2, 64, 16, F32, SMALL, cut(30), {"cache_dtype": F8, "k_scale": 1, "v_scale": 2}),
-    ([([1, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32, SMALL, None, {"cache_dtype": F16, "v_scale": 2}),
-    ([([1, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32, None, None, {"window": 11}),
-    ([], [5, 9], 4, 2, 64, 16, F32, None, None, {"num_groups": 2}),
-    ([], [5, 9], 4, 2, 64, 16, F32, None, None, {}),
+    ([([0, 2], 2)], [5, 9, 1], 3, 2, 80, 32, F16, None, SINGLE_TILES, {}),
+    ([([0, 2], 2)], [5, 9, 20], 2, 1, 64, 16, F16, shared_plan(3, 4, 32), None, {"scales": (0, 0), "norm": False}),
+    ([([1, 2], 2)], [5, 9, 20], 2, 2, 64, 16, F32, SMALL, cut(30), {"scales": (1, 2)}),
+    ([([1, 2], 2)], [5, 9, 30], 2, 2, 64, 16, F32, SMALL, None, {"cache_dtype": F16, "scales": (0, 2)}),
+    ([([1, 2], 2)], [5, 9, 30], 2, 2, 64, 16, F32, None, None, {"window": 11}),
+    ([], [5, 9], 2, 2, 64, 16, F32, None, None, {"num_groups": 2}),
+    ([], [5, 9], 2, 2, 64, 16, F32, None, None, {}),
 ]
 
 
-@pytest.mark.parametrize("groups, own, heads, kv_heads, dim, block_size, dtype, plan, rest, options", CASES)
-def test_small(groups, own, heads, kv_heads, dim, block_size, dtype, plan, rest, options):
-    given = make(groups, own, heads, kv_heads, dim, block_size, dtype, **options)
-    check_plain(given, plan, rest)
-    check_fused(given, plan, rest)
+@pytest.mark.parametrize("groups, own, group, kv_heads, dim, block_size, dtype, plan, rest, options", CASES)
+def test_small(groups, own, group, kv_heads, dim, block_size, dtype, plan, rest, options):
+    shape = groups, own, group, kv_heads, dim, block_size, dtype
+    check_plain(make(*shape, **options), plan, rest)
+    check_fused(make(*shape, new=True, **options), plan, rest)
 
 
 def test_the_shared_part_is_read_once():
@@ -155,32 +134,31 @@ def test_the_shared_part_is_read_once():
     def unchecked(q, kv, shared, scale):
         return launch_shared(DecodeCall.of(q, kv, scale, None, None, shared=shared), None, None)
 
-    given = plain(make([([1, 0, 2], 2)], [5, 9, 30], 4, 2, 64, 16, F32))
+    given = make([([1, 0, 2], 2)], [5, 9, 30], 2, 2, 64, 16, F32)
     expected = attention_decode_shared(**given)
     table = given["block_table"].clone()
     table[[0, 2], :2] = 10**6  # far outside of the cache
     assert torch.equal(flat("attention_decode_shared", unchecked)(**given | {"block_table": table}), expected)
 
 
-@pytest.mark.parametrize("most, pieces", [(2, 2), (9, 6)])
-def test_no_row_has_more_pieces_than_there_is_room_for(most, pieces):
+def test_no_row_has_more_pieces_than_there_is_room_for():
     """The second group's stretch of tiles begins in the middle of a program's."""
     given = make([([0, 1], 1), ([2, 3], 6)], [1, 1, 1, 1], 1, 1, 64, 16, F32)
     given["groups"] = given["groups"][given["groups"][:, 0].argsort()].contiguous()
-    plan = shared_plan(8, most)
-    check_plain(given, plan)
+    check_plain(given, shared_plan(8, 2))
+    for most, pieces in ((2, 2), (9, 6)):
 
-    def first_pass(q, kv, shared, scale):
-        return launch_shared_pass(DecodeCall.of(q, kv, scale, None, None, shared=shared), plan)
+        def first_pass(q, kv, shared, scale, most=most):
+            return launch_shared_pass(DecodeCall.of(q, kv, scale, None, None, shared=shared), shared_plan(8, most))
 
-    parts = flat("attention_decode_shared", first_pass)(**plain(given))
-    assert pieces == parts.counts[2:].max() <= len(parts.acc)
+        parts = flat("attention_decode_shared", first_pass)(**given)
+        assert pieces == parts.counts[2:].max() <= len(parts.acc)
 
 
 def test_large_logits():
-    given = plain(make([([0, 1], 3)], [7, 20], 4, 2, 64, 16, F32))
+    given = make([([0, 1], 3)], [7, 20], 2, 2, 64, 16, F32)
     given |= {"q": given["q"] * 60, "k_cache": given["k_cache"] * 60}
-    check(attention_decode_shared(**given, plan=SMALL), expected_of_plain(given), F32)
+    check(attention_decode_shared(**given, plan=SMALL), calls.expected(given)[0], F32)
 
 
 def random_groups(rng, count, most_groups, most_blocks):
@@ -201,11 +179,11 @@ def test_random_groups_and_plans(seed):
     own = [rng.randint(1, 25) for _ in range(count)]
     programs = rng.randint(1, 6)
     plan = shared_plan(programs, rng.randint(2, programs + 1))
-    check_plain(make(groups, own, 2, 1, 64, 16, F32, num_groups=6), plan)
+    check_plain(make(groups, own, 2, 1, 64, 16, F32, num_groups=6), plan, again=True)
 
 
 def checked(**changes):
-    given = plain(make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32))
+    given = make([([1, 2], 2)], [40, 9, 30], 1, 1, 64, 16, F32)
     return attention_decode_shared(**given | {n: torch.as_tensor(x, device=DEVICE) for n, x in changes.items()})
 
 
@@ -232,7 +210,7 @@ def test_wrong_shapes_are_always_named(changes, said):
         ({"groups": [[0, 2, 33]]}, "group 0 shares 33 tokens, expected a multiple of 16"),
         ({"groups": [[2, 2, 32]]}, "group 0 has rows 2 to 3 of 3"),
         ({"groups": [[0, 2, 48]]}, "group 0 shares 48 tokens, but sequence 1 has 41"),
-        ({"group_rows": [0, 1, 2], "context_lens": [33, 41, 62]}, "sequence 1 has other blocks than the first of"),
+        ({"group_rows": [0, 1, 2]}, "sequence 1 has other blocks than the first of"),
         ({"group_rows": [1, 1, 2]}, "expected each of 0 to 2 once at most, got 1 in group 0"),
         ({"shared_lens": [0, 32, 16]}, "sequence 2 shares 16 tokens, expected 32"),
         ({"shared_lens": [32, 32, 32]}, "sequence 0 shares 32 tokens, expected 0"),
@@ -248,7 +226,7 @@ def test_groups_that_do_not_fit_are_named_on_request(changes, said, monkeypatch)
 
 def test_a_position_without_angles(monkeypatch):
     monkeypatch.setenv("NANOVLLM_CHECK", "1")
-    given = make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32)
+    given = make([([1, 2], 2)], [5, 9, 30], 1, 1, 64, 16, F32, new=True)
     message = r"sequence 2 has length 62, expected 0 to 61 \(61 positions in cos_sin_cache\)"
     with pytest.raises(ValueError, match=message):
         qk_norm_rope_attention_shared(**given | {"cos_sin_cache": given["cos_sin_cache"][:61]})
@@ -271,23 +249,22 @@ def batch(count, num_groups, seed=0, blocks=4, longest=300):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (9, 3, 16), (14, 2, 64)])
-def test_shapes(dim, dtype, heads, kv_heads, block_size):
+@pytest.mark.parametrize("group, kv_heads, block_size", [(2, 8, 256), (3, 3, 16), (7, 2, 64)])
+def test_shapes(dim, dtype, group, kv_heads, block_size):
     for count, num_groups in ((5, 1), (70, 3)):
-        given = make(*batch(count, num_groups), heads, kv_heads, dim, block_size, dtype, num_groups=8)
-        check_plain(given)
-        check_fused(given)
+        shape = *batch(count, num_groups), group, kv_heads, dim, block_size, dtype, 8
+        check_plain(make(*shape))
+        check_fused(make(*shape, new=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("options", [{}, {"cache_dtype": F8, "k_scale": 1, "v_scale": 8}, {"soft_cap": 20.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"scales": (1, 2)}, {"soft_cap": 20.0}], ids=str)
 def test_batches(options, dtype):
     for count, num_groups in ((256, 1), (256, 50), (40, 8), (16, 2), (300, 2)):
-        given = make(*batch(count, num_groups, seed=count), 16, 8, 128, 256, dtype, num_groups=64, **options)
-        check_plain(given)
-        check_fused(given)
-    options = {name: 1 if name == "v_scale" else value for name, value in options.items()}  # there is one KV head
+        shape = *batch(count, num_groups, seed=count), 2, 8, 128, 256, dtype, 64
+        check_plain(make(*shape, **options))
+        check_fused(make(*shape, new=True, **options))
     check_plain(make(*batch(20, 1, blocks=80), 71, 1, 64, 256, dtype, **options))
 
 
@@ -295,8 +272,8 @@ def test_batches(options, dtype):
 @pytest.mark.parametrize("norm", [True, False])
 def test_graph_replays_follow_the_groups(norm):
     """A captured call replays with other groups, lengths and tables, with the bits of a call of its own."""
-    cases = [make(*batch(64, n, seed=n), 16, 8, 128, 256, BF16, num_groups=64, norm=norm) for n in (1, 3, 20)]
-    cases.append(make([], [5] * 64, 16, 8, 128, 256, BF16, num_groups=64, norm=norm))
+    cases = [make(*batch(64, n, seed=n), 2, 8, 128, 256, BF16, num_groups=64, new=True, norm=norm) for n in (1, 3, 20)]
+    cases.append(make([], [5] * 64, 2, 8, 128, 256, BF16, num_groups=64, new=True, norm=norm))
     static = copied(cases[0])
     size = max(len(case["k_cache"]) for case in cases)
     width = max(case["block_table"].shape[1] for case in cases)
@@ -314,14 +291,11 @@ def test_graph_replays_follow_the_groups(norm):
         static["block_table"].zero_()[:, : case["block_table"].shape[1]] = case["block_table"]
 
     fill(cases[0])
-    qk_norm_rope_attention_shared(**static)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = qk_norm_rope_attention_shared(**static)
+    graph, out = graph_of(lambda: qk_norm_rope_attention_shared(**static))
     for case in cases:
         fill(case)
         expected = qk_norm_rope_attention_shared(**static).clone()
-        assert difference(expected, qk_norm_rope_attention(**without_groups(static))) < fused.LOOSE
+        assert difference(expected, qk_norm_rope_attention(**without_groups(static))) < calls.LOOSE
         for _ in range(10):
             graph.replay()
             assert torch.equal(out, expected)

@@ -26,7 +26,7 @@ from tests.kernels.triton.attention.cases import (
     reference,
     starts_of,
 )
-from tests.kernels.triton.common import DEVICE, GPU
+from tests.kernels.triton.common import DEVICE, GPU, graph_of
 
 pytestmark = pytest.mark.triton
 
@@ -219,10 +219,7 @@ def test_graph_replay():
     def run():
         return attention_prefill(q, k, v, table, lens, room(k, table), starts, 400, 128**-0.5)
 
-    run()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
+    graph, out = graph_of(run)
     for seed in range(3):
         new = mixed(count, 400, seed)
         new[-1] = max(1, count * 300 - sum(new[:-1]))

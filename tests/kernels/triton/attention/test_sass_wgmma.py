@@ -33,97 +33,55 @@ def found(*code):
 @pytest.mark.parametrize(
     "code, places",
     [
+        # Sums.
         ((SUMS, WAIT, USE, END), []),
         ((SUMS, USE, WAIT, END), [1]),  # the order that ptxas made
         (("CS2R R24, SRZ", SUMS, SUMS, WAIT, USE, END), []),  # before; and products may add to the same sums
         ((SUMS, USE_OTHER, "IMAD.U32 R4, RZ, RZ, UR24", "LDS R4, [UR24+0x18]", WAIT, END), []),
         ((SUMS, OTHER, WAIT_1, USE, END), []),
         ((SUMS, OTHER, WAIT_1, USE_OTHER, END), [3]),  # the newest is left
-        ((SUMS, OTHER, USE, WAIT_1, END), [2]),
         ((SUMS.removesuffix(", gsb0"), OTHER, WAIT_1, USE, END), [3]),  # one group
         ((SUMS.removesuffix(", gsb0"), WAIT, USE, END), [2]),  # not yet in a group
-        ((SUMS, OTHER, "WARPGROUP.DEPBAR.LE gsb0, 0x2", USE, USE_OTHER, END), [3, 4]),
         ((SUMS, "@P0 WARPGROUP.DEPBAR.LE gsb0, 0x0", USE, END), [2]),
         ((SUMS, "HGMMA.64x8x16.F32.BF16 R28, gdesc[UR8], R28, gsb0", WAIT, END), [1]),  # part of the sums
-        (
-            ("HGMMA.64x16x16.F16 R24, gdesc[UR8], R24, gsb0", "MOV R4, R27", "MOV R5, R28", WAIT, END),
-            [1],
-        ),  # two sums a register
+        # Two sums a register.
+        (("HGMMA.64x16x16.F16 R24, gdesc[UR8], R24, gsb0", "MOV R4, R27", "MOV R5, R28", WAIT, END), [1]),
         (("QGMMA.64x16x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24, gsb0", "MOV R4, R31", WAIT, END), [1]),
-    ],
-    ids=str,
-)
-def test_sums(code, places):
-    assert found(*code) == places
-
-
-@pytest.mark.parametrize(
-    "code, places",
-    [
-        ((HELD, "MOV R4, R88", "FADD R5, R91, R90", WAIT, "MOV R88, R4", END), []),  # read
-        ((HELD, "MOV R91, R4", WAIT, END), [1]),
-        ((HELD, "MOV R92, R4", WAIT, END), []),
-        ((HELD, HELD, WAIT, END), []),
-        (
-            (HELD, "STS [R88], R89", "ISETP.GT.AND P0, PT, R90, R91, PT", "STG.E.64 desc[UR4][R88.64], R90", WAIT, END),
-            [],
-        ),
+        # Operands in registers, which may be read.
+        ((HELD, "MOV R4, R88", "STG.E.64 desc[UR4][R88.64], R90", HELD, WAIT, "MOV R88, R4", END), []),
+        ((HELD, "MOV R91, R4", "MOV R92, R4", WAIT, END), [1]),
         ((HELD, "SHFL.BFLY PT, R88, R4, 0x1, 0x1f", WAIT, END), [1]),
         ((HELD, "@!P1 IADD3 R90, P0, R4, R5, RZ", WAIT, END), [1]),
-        ((HELD, "HGMMA.64x8x16.F32.BF16 R88, gdesc[UR8], RZ, !UPT, gsb0", WAIT, END), [1]),
         ((SUMS, "HGMMA.64x16x16.F32.BF16 R32, R28, gdesc[UR8].tnspB, R32, gsb0", WAIT, END), [1]),  # sums as an operand
-        ((HELD, HELD.replace("R24", "R32"), WAIT_1, "MOV R88, R4", END), [3]),
-    ],
-    ids=str,
-)
-def test_operands_in_registers(code, places):
-    assert found(*code) == places
-
-
-@pytest.mark.parametrize(
-    "instruction, touches",
-    [
-        ("CS2R R22, SRZ", False), ("CS2R R23, SRZ", True), ("LDS.128 R20, [R4]", False), ("LDS.128 R21, [R4]", True),
-        ("LDG.E.64 R23, desc[UR4][R2.64]", True), ("STG.E.128 desc[UR4][R22.64], R16", False),
-        ("STG.E desc[UR4][R23.64], R16", True),
-        ("STS.128 [R23+0x10], R16", False), ("STSM.16.M88.4 [R2], R21", True), ("LDSM.16.M88.2 R22, [R2]", False),
-        ("IMAD.WIDE R23, R2, 0x4, R4", True), ("SYNCS.EXCH.64 URZ, [UR24], UR26", False), ("FADD R4, R31.reuse, R32",
-        True),
-    ],
-)  # fmt: skip
-def test_wide_registers(instruction, touches):
-    assert bool(found(SUMS, instruction, WAIT, END)) == touches
-
-
-@pytest.mark.parametrize(
-    "code, places",
-    [
         # A loop whose wait leaves the newest group, which the next round reads.
         ((USE, SUMS, WAIT_1, "@P0 BRA 0x0", WAIT, END), [0]),
-        ((USE, SUMS, WAIT, "@P0 BRA 0x0", END), []),
-        ((SUMS, WAIT_1, "@P0 BRA 0x0", WAIT, USE, END), []),
         ((SUMS, WAIT_1, "@!P0 BRA 0x0", USE, WAIT, END), [3]),
-        # The wait is jumped over.
+        # The wait is jumped over; what is jumped over is not run, and nothing after the end is.
         ((SUMS, "@P0 BRA 0x30", WAIT, USE, END), [3]),
-        ((SUMS, "BRA P0, 0x30", WAIT, USE, END), [3]),
         ((SUMS, "BRA.DIV UR7, 0x30", WAIT, USE, END), [3]),
-        ((SUMS, "BRA 0x30", WAIT, USE, END), [3]),
-        # What is jumped over is not run, and nothing after the end is.
         ((SUMS, "BRA 0x30", USE, WAIT, END), []),
         ((SUMS, END, USE), []),
         ((SUMS, "@P0 EXIT", USE, END), [2]),
         # A jump through a table: to all that nothing falls into.
         (("BRX R2 -0x10", SUMS, WAIT, END, OTHER, USE_OTHER, WAIT, END), [5]),
+        # Products that are never waited for.
+        ((SUMS, OTHER, "@P0 BRA 0x0", WAIT_1, USE, END), []),
+        ((SUMS, "@P0 BRA 0x0", WAIT_1, USE, END), [3]),
+        # Wide registers.
+        *(
+            ((SUMS, instruction, WAIT, END), [1] if touches else [])
+            for instruction, touches in (
+                ("CS2R R22, SRZ", False), ("CS2R R23, SRZ", True), ("LDS.128 R20, [R4]", False),
+                ("LDS.128 R21, [R4]", True), ("LDG.E.64 R23, desc[UR4][R2.64]", True),
+                ("STG.E.128 desc[UR4][R22.64], R16", False), ("STSM.16.M88.4 [R2], R21", True),
+                ("IMAD.WIDE R23, R2, 0x4, R4", True), ("FADD R4, R31.reuse, R32", True),
+            )
+        ),
     ],
     ids=str,
-)
-def test_paths(code, places):
+)  # fmt: skip
+def test_what_touches_registers_in_flight(code, places):
     assert found(*code) == places
-
-
-def test_products_that_are_never_waited_for():
-    assert found(SUMS, OTHER, "@P0 BRA 0x0", WAIT_1, USE, END) == []
-    assert found(SUMS, "@P0 BRA 0x0", WAIT_1, USE, END) == [3]
 
 
 def test_what_is_not_read():

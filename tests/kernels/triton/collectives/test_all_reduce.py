@@ -5,12 +5,13 @@ import torch
 
 triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
-    pytest.skip("runs in test_all_reduce_interpreted.py", allow_module_level=True)
+    pytest.skip("its processes share the memory of a CPU", allow_module_level=True)
 
 from nanovllm.kernels import add_rms_norm
 from nanovllm.kernels.triton.collectives import all_reduce as kernels
 from tests.distributed.spmd import Pool
 
+pytestmark = [pytest.mark.triton, pytest.mark.slow]
 WIDTH = 40
 
 

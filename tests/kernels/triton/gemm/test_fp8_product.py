@@ -48,9 +48,8 @@ def check(num_tokens, codes, scales, weight, scale, bias, dtype, plan):
         (16, 64, 128, 0, 0),
     ],
 )
-@pytest.mark.parametrize("biased", [False, True])
-def test_product(num_tokens, outputs, size, scale_rows, scale_columns, biased, poison):
-    bias = randn(outputs, dtype=torch.bfloat16, seed=4) if biased else None
+def test_product(num_tokens, outputs, size, scale_rows, scale_columns, poison):
+    bias = randn(outputs, dtype=torch.bfloat16, seed=4) if num_tokens % 16 else None
     made = operands(-(-num_tokens // 16) * 16, outputs, size, scale_rows, scale_columns)
     check(num_tokens, *made, bias, torch.float32, SMALL)
 

@@ -47,21 +47,23 @@ def test_products_keep_their_sums_in_registers(capability, by_block, plan, tmp_p
     assert binary.metadata.shared * (plan or SMALL).programs <= (99 << 10 if capability == 120 else 227 << 10)
 
 
-def quantise(kind, columns):
+def quantise(kind, size, columns):
     if kind == "normed":
-        x, weight = torch.empty(TOKENS, SIZE, dtype=torch.bfloat16), torch.empty(SIZE, dtype=torch.bfloat16)
+        x, weight = torch.empty(TOKENS, size, dtype=torch.bfloat16), torch.empty(size, dtype=torch.bfloat16)
         return fp8_activations.normed_and_quantised(x, torch.empty_like(x), weight, 1e-6, columns)
-    return fp8_activations.quantised(
-        torch.empty(TOKENS, SIZE * (1 + (kind == "gated"))).bfloat16(), columns, kind == "gated"
-    )
+    gated = kind == "gated"
+    return fp8_activations.quantised(torch.empty(TOKENS, size * (1 + gated)).bfloat16(), columns, gated)
 
 
-@pytest.mark.parametrize("columns", [128, 4096])
+@pytest.mark.parametrize("size, columns", [(4096, 128), (4096, 4096), (12288, 12288), (25600, 128)])
 @pytest.mark.parametrize("kind", ["plain", "gated", "normed"])
-def test_quantisation_loads_wide_and_rounds_by_an_instruction(columns, kind, tmp_path, monkeypatch):
+def test_quantisation_loads_wide_and_rounds_by_an_instruction(size, columns, kind, tmp_path, monkeypatch):
+    if size > SIZE and kind != "plain":
+        return
     monkeypatch.setattr(fp8_activations, "converts_to_fp8", lambda device: True)
-    ((_, kernel, args, options),) = launches_of([("quantise", lambda: quantise(kind, columns))])
+    ((_, kernel, args, options),) = launches_of([("quantise", lambda: quantise(kind, size, columns))])
     binary = compiled(kernel, args, {"num_warps": options["num_warps"]}, 90)
     assert resources(binary, tmp_path)[1:] == (0, 0)
     ptx = binary.asm["ptx"]
     assert wide(ptx, "ld") and re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)
+    assert re.search(r"st\.global\S*\.(v2|v4)\.b32", ptx)

@@ -16,6 +16,7 @@ from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.gemm import hopper_product, small_products
 from nanovllm.kernels.triton.gemm.hopper_product import HopperProductPlan, plan_hopper_product
 from nanovllm.tune.launches import recorded
+from tests.kernels.triton.common import graph_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 on_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
@@ -148,12 +149,7 @@ def test_a_chain_replays_with_new_tokens():
             )
         return y
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        chain()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            out = chain()
+    graph, out = graph_of(chain)
     for seed in range(3):
         x.copy_(torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(seed)))
         graph.replay()

@@ -12,7 +12,7 @@ if triton.knobs.runtime.interpret:
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES
 from nanovllm.kernels.triton.gemm import packed_products
 from nanovllm.kernels.triton.gemm.packed_plan import PackedPlan, tokens_of_a_program
-from tests.kernels.triton.compiled import compiled, launches_of, resources, wide
+from tests.kernels.triton.compiled import compiled, launches_of, resources
 
 OUTPUTS, SIZE = 4096, 4096
 
@@ -84,18 +84,6 @@ def test_compiles_for_hopper_without_spills_and_copies_16_bytes(tmp_path, monkey
 def test_compiles_without_spills_and_copies_16_bytes(capability, tokens, dtype, names, tmp_path, monkeypatch):
     """Every form of a weight for few and many tokens on sm_90; elsewhere they take turns."""
     assert check(capability, tokens, dtype, tmp_path, monkeypatch, names) == len(names)
-
-
-@pytest.mark.parametrize("size, columns", [(4096, 128), (12288, 128), (12288, 12288), (25600, 128)])
-def test_the_quantiser_of_activations_reads_wide(size, columns, tmp_path):
-    from nanovllm.kernels.triton.gemm import fp8_activations
-
-    x = empty(64, size, dtype=torch.bfloat16)
-    ((_, kernel, args, options),) = launches_of([("", lambda: fp8_activations.quantised(x, columns))])
-    binary = compiled(kernel, args, {"num_warps": options["num_warps"]}, 90)
-    registers, stack, local = resources(binary, tmp_path)
-    assert local == 0 and stack == 0, f"{registers} registers, {stack} stack, {local} local"
-    assert wide(binary.asm["ptx"], "ld") and re.search(r"st\.global\S*\.(v2|v4)\.b32", binary.asm["ptx"])
 
 
 def fewest_instructions(num_tokens, num_rows, size, bits, parts, multiprocessors, shared):

@@ -7,7 +7,6 @@ import torch
 from torch.nn.functional import silu
 
 triton = pytest.importorskip("triton")
-from nanovllm import kernels as ops
 from nanovllm.kernels.extra.gated_mlp import gated_mlp as native_gated_mlp
 from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS
 from nanovllm.kernels.extra.linear_bias_act import linear_bias_act as native_linear_bias_act
@@ -15,18 +14,15 @@ from nanovllm.kernels.triton.gemm import products
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan, plan_product
 from nanovllm.kernels.triton.gemm.products import features, gated_mlp, linear_bias_act, matmul
 from tests.kernels.triton.common import DEVICE as DEVICE_NAME
-from tests.kernels.triton.common import DTYPES, GPU, strided
+from tests.kernels.triton.common import DTYPES, GPU, graph_of, strided
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 
 DEVICE = torch.device(DEVICE_NAME, 0) if GPU else torch.device("cpu")
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 TMA = not GPU or features(DEVICE)[1]
-# [m, k] x [n, k]^T: one row, one column, odd sizes, sizes of a tile and one more, no row, no sum.
-SHAPES = [
-    (1, 1, 1), (1, 33, 5), (1, 130, 64), (3, 64, 40), (16, 72, 33), (17, 96, 65), (66, 40, 70), (0, 8, 4), (2, 0, 3),
-    (2, 8, 0),
-]  # fmt: skip
+# [m, k] x [n, k]^T: one row, odd sizes, one more than a tile, no column, no sum. `test_verified.py` has more.
+SHAPES = [(1, 33, 5), (1, 130, 64), (17, 96, 65), (66, 40, 70), (2, 0, 3), (2, 8, 0)]
 if GPU:
     SHAPES += [(m, k, n) for m in (1, 5, 16, 33, 64, 256, 2048) for k, n in ((1024, 4096), (3072, 1024))]
     SHAPES += [(1, 4096, 12288), (130, 1000, 3001), (300, 1001, 517), (129, 2048, 151936)]
@@ -84,8 +80,7 @@ def transposed(x):
     return x.T.contiguous().T
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape, dtype", zip(SHAPES, itertools.cycle(DTYPES)), ids=str)
 def test_linear_bias_act(shape, dtype):
     m, k, n = shape
     x, weight, bias = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1), randn(n, dtype=dtype, seed=2)
@@ -95,10 +90,9 @@ def test_linear_bias_act(shape, dtype):
     check_linear(linear_bias_act(x, weight), x, weight, None, "none")
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation, dtype", zip(ACTIVATIONS, itertools.cycle(DTYPES)), ids=str)
 def test_activations(activation, dtype):
-    for m in (1, 4, 70):
+    for m in (1, 70):
         x, weight, bias = randn(m, 48, dtype=dtype), randn(24, 48, dtype=dtype, seed=1), randn(24, dtype=dtype, seed=2)
         got = linear_bias_act(x, weight, bias, activation)
         check_linear(got, x, weight, bias, activation)
@@ -109,9 +103,9 @@ def test_activations(activation, dtype):
         check_linear(linear_bias_act(x, weight, None, activation), x, weight, None, activation)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_any_strides(dtype):
-    for m, k, n in ((1, 72, 40), (5, 72, 40), (70, 72, 40), (1, 2048, 20)) + (((300, 1024, 2048),) if GPU else ()):
+    for m, k, n in ((1, 72, 40), (5, 72, 40), (70, 72, 40)) + (((1, 2048, 20), (300, 1024, 2048)) if GPU else ()):
         x, weight, bias = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1), randn(n, dtype=dtype, seed=2)
         for xs in (strided, every_other, transposed):
             for ws in (strided, every_other, transposed):
@@ -124,15 +118,16 @@ def test_any_strides(dtype):
     check_linear(linear_bias_act(x[0, 0], weight)[None], x[0, :1], weight, None, "none")
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("plan, dtype", zip(PLANS, itertools.cycle(DTYPES[1:] + DTYPES[:1])), ids=str)
 def test_every_plan_on_every_shape(plan, dtype):
     """Plans that no default takes for these shapes, so that tiles are partial in every way."""
     tma = isinstance(plan, TilePlan) and plan.tma
-    if tma and (not TMA or dtype == torch.float32):
-        assert dtype == torch.float32 or features(DEVICE) != (True, True)
-        return
-    shapes = [(1, 33, 5), (3, 70, 40), (1, 64, 16), (7, 96, 33), (40, 80, 48), (33, 8, 17), (64, 160, 8)]
+    if tma:
+        dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+        if not TMA:
+            assert features(DEVICE) != (True, True)
+            return
+    shapes = [(1, 33, 5), (1, 64, 16), (7, 96, 33), (40, 80, 48), (64, 160, 8)]
     if tma and plan.block_n == 256:
         shapes.append((64, 64, 520))
     for m, k, n in shapes:
@@ -190,10 +185,9 @@ def test_which_numbers_of_tokens_are_many(monkeypatch):
     assert not products.many_tokens(weight(6144, 1024))
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gated_mlp(dtype, activation):
-    shapes = [(1, 1, 1), (1, 33, 20), (2, 64, 96), (17, 40, 72), (66, 32, 40), (0, 8, 4), (2, 8, 0)]
+@pytest.mark.parametrize("activation, dtype", zip(("silu", "gelu", "gelu_tanh"), DTYPES), ids=str)
+def test_gated_mlp(activation, dtype):
+    shapes = [(1, 1, 1), (1, 33, 20), (17, 40, 72), (66, 32, 40), (2, 8, 0)]
     if GPU:
         shapes += [(m, 1024, 3072) for m in (1, 3, 16, 64, 256, 2048)] + [(1, 4096, 12288), (130, 1000, 3001)]
     for m, hidden, intermediate in shapes:
@@ -235,25 +229,11 @@ def test_plans_cover_any_shape():
                     assert plan.tokens >= m and plan.rows >= 2
 
 
-@pytest.mark.parametrize(
-    "call, named",
-    [
-        (lambda x, w, b: ops.linear_bias_act(x, w, b, "swish"), "activation"),
-        (lambda x, w, b: ops.linear_bias_act(x, w[:, :4], b), "linear_bias_act: weight"),
-        (lambda x, w, b: ops.linear_bias_act(x, w[0], b), "linear_bias_act: weight"),
-        (lambda x, w, b: ops.linear_bias_act(x, w.double(), b), "linear_bias_act: weight"),
-        (lambda x, w, b: ops.linear_bias_act(x, w, b[:3]), "linear_bias_act: bias"),
-        (lambda x, w, b: ops.linear_bias_act(x.long(), w, b), "linear_bias_act: x"),
-        (lambda x, w, b: ops.gated_mlp(x, w, w[:3].T, "relu"), "activation"),
-        (lambda x, w, b: ops.gated_mlp(x, w[:5], w.T), "gated_mlp: gate_up"),
-        (lambda x, w, b: ops.gated_mlp(x, w, w.T), "gated_mlp: down"),
-    ],
-)
-def test_wrong_arguments_are_named(call, named):
-    """The op checks tensors before a kernel sees them."""
-    x, w, b = randn(5, 8, dtype=torch.float32), randn(6, 8, dtype=torch.float32), randn(6, dtype=torch.float32)
-    with pytest.raises(ValueError, match=f"^{named}: "):
-        call(x, w, b)
+def test_a_wrong_activation_is_named():
+    x, w = randn(5, 8, dtype=torch.float32), randn(6, 8, dtype=torch.float32)
+    for call in (lambda: linear_bias_act(x, w, None, "swish"), lambda: gated_mlp(x, w, w[:3].T, "relu")):
+        with pytest.raises(ValueError, match="^activation: "):
+            call()
 
 
 @pytest.mark.gpu
@@ -266,10 +246,7 @@ def test_in_a_graph_with_new_data():
         def run(x=x, gate_up=gate_up, down=down, bias=bias):
             return linear_bias_act(gated_mlp(x, gate_up, down), down[:, :1024], bias, "gelu")
 
-        run()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = run()
+        graph, y = graph_of(run)
         for seed in range(1, 4):
             x.copy_(randn(m, 1024, dtype=torch.bfloat16, seed=seed))
             down.copy_(randn(1024, 3072, dtype=torch.bfloat16, seed=seed, scale=0.03))

@@ -1,5 +1,6 @@
 """The small-batch products against float64 and against the ops that they fuse."""
 
+import itertools
 from contextlib import ExitStack
 from types import SimpleNamespace
 
@@ -21,14 +22,14 @@ from nanovllm.kernels.triton.gemm.small_product_plan import (
     max_tokens,
     plan_small_product,
 )
-from tests.kernels.triton.common import DTYPES, randn, strided
+from tests.kernels.triton.common import DTYPES, graph_of, randn, strided
 
 pytestmark = pytest.mark.usefixtures("poison")
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 TOKENS = [1, 3, 8]
 # (outputs, size): no power of two, one element, several tiles, fewer columns than a tile, rows left over in the last
 # program.
-SHAPES = [(1, 1), (19, 1000), (5, 33), (16, 1024), (5, 2100), (3, 3072), (2, 3073), (3, 8200)]
+SHAPES = [(1, 1), (19, 1000), (5, 33), (5, 2100), (2, 3073), (3, 8200)]
 # Qwen3-0.6B, 1.7B and 8B: QKV, output, gate-up and down projections.
 REAL = [(4096, 1024), (1024, 2048), (3072, 1024), (1024, 3072), (4096, 2048), (6144, 2048), (2048, 6144),
         (6144, 4096), (4096, 4096), (12288, 4096), (4096, 12288)]  # fmt: skip
@@ -116,9 +117,9 @@ def check(tokens, outputs, size, dtype, seed=0, scale=1.0, like=like):
 
 @pytest.mark.triton
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("outputs, size", SHAPES, ids=str)
-def test_small_shapes(outputs, size, dtype):
+@pytest.mark.parametrize("shape, dtype", [*zip(SHAPES, itertools.cycle(DTYPES)), ((5, 33), DTYPES[0])], ids=str)
+def test_small_shapes(shape, dtype):
+    outputs, size = shape
     for tokens in TOKENS:
         check(tokens, outputs, size, dtype, seed=tokens)
 
@@ -253,9 +254,7 @@ def test_ten_thousand_replays_give_the_same_bits(tokens):
     native = SimpleNamespace(**{op.name: op.native for op in (add_rms_norm_linear, add_rms_norm_gate_up, linear)})
     for got, want in zip(eager, run(native)):
         assert (got.double() - want.double()).norm() / want.double().norm() < 2e-2
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = run(small_products)
+    graph, results = graph_of(lambda: run(small_products))
     for i in range(10_000):
         graph.replay()
         if i % 100 == 0 or i == 9_999:

@@ -86,8 +86,7 @@ def test_layers_call_the_fused_ops_for_small_batches_only(tokens, fused):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens, bias", [(1, False), (3, True)])
 def test_a_decoder_gives_the_same_with_fused_ops_and_without(tokens, bias):
     """In float32 to 1e-5 (three tokens too: the multiply-add kernel takes up to four), and every fused op is used."""
     from nanovllm.layers.attention import AttentionMetadata, LayerCache

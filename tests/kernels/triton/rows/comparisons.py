@@ -1,15 +1,13 @@
-"""How near results of the row kernels must be, and the shapes and policies that they are tried with."""
+"""How near results of the row kernels must be, and the policy for many rows.
+
+Shapes of few rows, strided ones among them, are those of `nanovllm kernels verify` (`test_verified.py`).
+"""
 
 import torch
 
 from nanovllm.kernels.triton.rows.plans import RowPolicy
-from tests.kernels.triton.common import GPU
 
 RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
-# Sizes that are no power of two, one element, one more than a block, and rows too long for registers.
-SHAPES = [(1, 1), (3, 96), (0, 64), (2, 3, 130), (7, 33), (2, 1024), (1, 1025), (2, 33000)]
-if GPU:
-    SHAPES += [(1, 1024), (256, 4096), (64, 5120), (2048, 2560), (3, 151936)]
 MANY = RowPolicy(few_rows=0, few_elements=0, few_tokens=0)
 """Any number of rows, elements or tokens is cut as many are."""
 

@@ -14,7 +14,7 @@ from nanovllm.kernels.triton.launch_arguments import num_sms
 from nanovllm.kernels.triton.rows.pieces import cut_of_many
 from nanovllm.kernels.triton.rows.plans import POLICY
 from tests.kernels.triton.common import DEVICE, DTYPES, GPU, randn, strided
-from tests.kernels.triton.rows.comparisons import MANY, RELATIVE, SHAPES, close, like
+from tests.kernels.triton.rows.comparisons import MANY, RELATIVE, close, like
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 MOST_SHARED = num_sms(torch.empty(0, device=DEVICE))  # rows that several programs share
@@ -25,31 +25,32 @@ def rms_norm_64(x, weight):
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
 
 
-# (shape, policy). Of many rows 1024 to 7168 are cut into 2 to 7 pieces, the other sizes are one block.
-CASES = [(shape, POLICY) for shape in SHAPES]
-CASES += [((3, size), MANY) for size in (1024, 1280, 1536, 5120, 7168, 1100, 2048, 512)]
+# Of many rows 1024 to 7168 are cut into 2 to 7 pieces, the other sizes are one block.
+SIZES = (1024, 1280, 1536, 5120, 7168, 1100, 2048, 512)
+MANY_ROWS = [*zip(SIZES, itertools.cycle(DTYPES)), *((size, torch.float32) for size in (1280, 1100))]
 
 
-@pytest.mark.parametrize("shape, policy", CASES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rms_norm(shape, policy, dtype):
-    x, weight = randn(*shape, dtype=dtype, scale=3), randn(shape[-1], dtype=dtype, seed=1)
+@pytest.mark.parametrize("size, dtype", MANY_ROWS, ids=str)
+def test_rms_norm_of_many_rows(size, dtype):
+    x, weight = randn(3, size, dtype=dtype, scale=3), randn(size, dtype=dtype, seed=1)
     for given in (x, strided(x)):
         before = given.clone()
-        y = ops.rms_norm(given, weight, 1e-6, policy)
+        y = ops.rms_norm(given, weight, 1e-6, MANY)
         close(y, rms_norm_64(x, weight), dtype)
         like(y, native_rms_norm.native(x, weight, 1e-6))
         assert torch.equal(given, before) and y.is_contiguous()
 
 
 @pytest.mark.parametrize("policy, sizes", [(POLICY, (128,)), (MANY, (1024, 1280, 1100))])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_rms_norm_of_the_heads_of_a_fused_projection(dtype, policy, sizes):
-    for tokens, size in itertools.product((1, 300 if GPU else 5), sizes):
+    for tokens, size in itertools.product((1, 300) if GPU else (3,), sizes):
         qkv = randn(tokens, 7, size, dtype=dtype, seed=tokens)
         weight = randn(size, dtype=dtype, seed=1)
         for view in qkv.split((4, 2, 1), dim=1):
-            close(ops.rms_norm(view, weight, 1e-6, policy), rms_norm_64(view, weight), dtype)
+            y = ops.rms_norm(view, weight, 1e-6, policy)
+            close(y, rms_norm_64(view, weight), dtype)
+            like(y, native_rms_norm.native(view, weight, 1e-6))
 
 
 def test_rms_norm_does_not_overflow():
@@ -57,8 +58,7 @@ def test_rms_norm_does_not_overflow():
     assert torch.equal(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones_like(x))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape, dtype", zip(((2, 3, 130), (2, 1025), (2, 33000)), DTYPES), ids=str)
 def test_add_rms_norm(shape, dtype):
     x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
     weight = randn(shape[-1], dtype=dtype, seed=2)
@@ -68,23 +68,21 @@ def test_add_rms_norm(shape, dtype):
     assert torch.equal(total, native_sum)
     like(y, native_y)
     close(y, rms_norm_64(total, weight), dtype)
-    if x.numel():
-        assert (y.data_ptr(), total.data_ptr()) == tuple(t.data_ptr() for t in given)  # in place
+    assert (y.data_ptr(), total.data_ptr()) == tuple(t.data_ptr() for t in given)  # in place
     apart = strided(x), strided(residual)
     y, total = ops.add_rms_norm(*apart, weight, 1e-6)
     assert torch.equal(total, native_sum)
-    assert apart[0].is_contiguous() or (torch.equal(apart[0], x) and torch.equal(apart[1], residual))
+    assert torch.equal(apart[0], x) and torch.equal(apart[1], residual)
     like(y, native_y)
 
 
-@pytest.mark.parametrize("shape, policy", CASES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_layer_norm(shape, policy, dtype):
-    x = randn(*shape, dtype=dtype, scale=3) + 5
-    weight, bias = randn(shape[-1], dtype=dtype, seed=1), randn(shape[-1], dtype=dtype, seed=2)
-    expected = F.layer_norm(x.double(), shape[-1:], weight.double(), bias.double(), 1e-5)
+@pytest.mark.parametrize("size, dtype", MANY_ROWS, ids=str)
+def test_layer_norm_of_many_rows(size, dtype):
+    x = randn(3, size, dtype=dtype, scale=3) + 5
+    weight, bias = randn(size, dtype=dtype, seed=1), randn(size, dtype=dtype, seed=2)
+    expected = F.layer_norm(x.double(), (size,), weight.double(), bias.double(), 1e-5)
     for given in (x, strided(x)):
-        close(ops.layer_norm(given, weight, bias, 1e-5, policy), expected, dtype, slack=3)
+        close(ops.layer_norm(given, weight, bias, 1e-5, MANY), expected, dtype, slack=3)
 
 
 @pytest.mark.parametrize(
@@ -147,19 +145,12 @@ def test_softmax_of_one_row_is_the_same_beside_others():
     assert torch.equal(ops.softmax(x)[1:2], ops.softmax(x[1:2]))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_softmax(shape, dtype):
-    for scale in (1.0, 100.0):
-        x = randn(*shape, dtype=dtype, scale=scale)
-        for given in (x, strided(x)):
-            got = ops.softmax(given)
-            assert got.dtype == dtype
-            # Relative to the value: most of a long row is far below any absolute tolerance.
-            expected = torch.softmax(x.double(), -1)
-            torch.testing.assert_close(
-                got.double(), expected, rtol=RELATIVE[dtype] * (3 if scale > 1 else 1), atol=6e-8
-            )
+@pytest.mark.parametrize("shape, dtype", zip(((2, 3, 130), (2, 33000), (7, 33)), DTYPES), ids=str)
+def test_softmax_is_right_far_below_the_maximum(shape, dtype):
+    """Relative to the value: most of a long row is far below any absolute tolerance."""
+    x = randn(*shape, dtype=dtype, scale=100.0)
+    got = ops.softmax(strided(x))
+    torch.testing.assert_close(got.double(), torch.softmax(x.double(), -1), rtol=3 * RELATIVE[dtype], atol=6e-8)
 
 
 @pytest.mark.parametrize("size, copies", [(5, 1), (40000, 1), (40000, 1 + MOST_SHARED // 4)])

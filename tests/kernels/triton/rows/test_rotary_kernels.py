@@ -1,5 +1,7 @@
 """Rotation, the cache store and the embedding against the references; a captured step of kernels that start early."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +12,7 @@ from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope as native_qk_norm_rop
 from nanovllm.kernels.ops.rotary import rotary_embedding as native_rotary_embedding
 from nanovllm.kernels.triton.rows.plans import POLICY
 from nanovllm.kernels.triton.sampling.sample import sample
-from tests.kernels.triton.common import DEVICE, DTYPES, GPU, randn, strided
+from tests.kernels.triton.common import DEVICE, DTYPES, GPU, graph_of, randn
 from tests.kernels.triton.rows.comparisons import MANY, like
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
@@ -23,10 +25,9 @@ if GPU:
     ROTATED += [(heads, (256, 3000), policy) for heads, tokens, policy in ROTATED if 0 in tokens]
 
 
-@pytest.mark.parametrize("heads, numbers, policy", ROTATED, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rotary_embedding_and_qk_norm_rope(heads, numbers, policy, dtype):
-    num_heads, num_kv_heads, head_dim = heads
+@pytest.mark.parametrize("case, dtype", zip(ROTATED, itertools.cycle(DTYPES)), ids=str)
+def test_rotary_embedding_and_qk_norm_rope(case, dtype):
+    (num_heads, num_kv_heads, head_dim), numbers, policy = case
     weights = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
     angles = torch.outer(torch.arange(500.0), 1e4 ** -torch.linspace(0, 1, head_dim // 2))
     table = torch.cat((angles.cos(), angles.sin()), -1).to(DEVICE)
@@ -99,15 +100,6 @@ def test_store_kvcache_names_a_cache_it_cannot_write():
         ops.store_kvcache(k, k, cache.transpose(1, 2).contiguous(), cache.transpose(1, 2), slots)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_embedding(dtype):
-    for tokens, size in ((0, 8), (1, 1024), (7, 33), (5, 5120)):
-        weight = randn(50, size, dtype=dtype)
-        ids = torch.randint(50, (tokens,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        assert torch.equal(ops.embedding(ids, weight), weight[ids])
-        assert torch.equal(ops.embedding(ids, strided(weight)), weight[ids])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 32])
 def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypatch):
@@ -135,16 +127,6 @@ def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypat
         ids.copy_(sample(F.linear(x, table), hot, None, None, None, zeros, zeros))
         return x, residual
 
-    def captured():
-        torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step()
-        return graph, results
-
     def run(graph, results):
         ids.copy_(first)
         for _ in range(3):
@@ -152,9 +134,9 @@ def test_kernels_that_are_launched_early_wait_for_what_they_read(rows, monkeypat
         torch.cuda.synchronize()
         return [t.clone() for t in (*results, ids)]
 
-    early = captured()
+    early = graph_of(step)
     monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: False)
-    expected = run(*captured())
+    expected = run(*graph_of(step))
     assert all(t.isfinite().all() for t in expected[:2])
     for _ in range(100):
         assert all(torch.equal(a, b) for a, b in zip(run(*early), expected))

@@ -1,4 +1,4 @@
-"""The launches of `sample`, compiled for sm_80, sm_90 and sm_100 without a GPU."""
+"""The launches of `sample` and `apply_token_bitmask`, compiled for sm_80, sm_90 and sm_100 without a GPU."""
 
 import re
 
@@ -11,6 +11,7 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.kernels.triton import early_start
 from nanovllm.kernels.triton.sampling.sample import sample
+from nanovllm.kernels.triton.sampling.token_bitmask import apply_token_bitmask
 from tests.kernels.triton.compiled import CAPABILITIES, compiled, launches_of, recorded, resources, specialised, wide
 
 
@@ -78,3 +79,19 @@ def test_few_variants_of_sampling(monkeypatch):
         "_draw_kernel": 2, "_maxima_kernel": 2, "_filtered_draw_kernel": 2, "_mass_kernel": 1, "_gather_kernel": 1,
         "resolve_kernel": 1,
     }  # fmt: skip
+
+
+def masked(num_masks):
+    words = torch.zeros(num_masks * (151936 // 32) + num_masks, dtype=torch.int32)
+    bitmask = words[num_masks:].view(num_masks, -1)  # with any alignment, as the engine packs it
+    logits = torch.empty(64, 151936, dtype=torch.bfloat16)
+    return lambda: apply_token_bitmask(logits, bitmask, torch.zeros(num_masks, dtype=torch.int64))
+
+
+def test_one_kernel_for_any_number_of_masks(tmp_path):
+    launches = launches_of([(str(n), masked(n)) for n in (1, 2, 16, 21)])
+    assert len({repr((specialised(kernel, args), options)) for _, kernel, args, options in launches}) == 1
+    for capability in CAPABILITIES:
+        _, kernel, args, options = launches[0]
+        binary = compiled(kernel, args, options, capability)
+        assert "st.global" in binary.asm["ptx"] and resources(binary, tmp_path)[1:] == (0, 0)

@@ -1,0 +1,61 @@
+"""What the tests of both kinds of products in CUDA C++ check."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from nanovllm.kernels import ops
+from nanovllm.kernels.cuda import build
+from nanovllm.kernels.cuda.packed import products
+
+
+def check_fused(x, operands, plain, rtol):
+    """The products with what follows them, and the separate ops.
+
+    Args:
+        operands: storage, weight, scale and zero of the packed ops.
+        plain: the product.
+        rtol: of the gated product: of two roundings, SiLU's and the product's, each may differ by a place.
+    """
+    gated = products.linear_packed_silu_and_mul(x, *operands)
+    torch.testing.assert_close(gated, ops.silu_and_mul.native(plain), rtol=rtol, atol=1e-5)
+    residual, norm = torch.randn_like(plain), torch.rand_like(plain[0])
+    got = products.linear_packed_add_rms_norm(x, *operands, residual, norm, 1e-6)
+    for result, wanted in zip(got, ops.add_rms_norm.native(plain, residual, norm, 1e-6), strict=True):
+        torch.testing.assert_close(result, wanted, rtol=2**-6, atol=2e-2)
+
+
+def views_of_1024_columns(x):
+    """Of x [4, 3000]: aligned and not, with one more dimension, and with strided elements."""
+    return x[:, 8:1032], x[:, 3:1027], x.view(4, 1, 3000)[..., :1024], x.t()[:1024].t()
+
+
+def replayed(call, x):
+    """The result of a captured call that reads x, replayed with other values of x."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = call()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    return y
+
+
+def nvcc(*arguments):
+    """Run it; the test is skipped without it."""
+    if build.toolchain_reason() is not None and build.cuda_home() is None:
+        pytest.skip("needs nvcc")
+    subprocess.run([build.cuda_home() / "bin" / "nvcc", "-std=c++17", *arguments], check=True)
+
+
+def check_machine_code(source, arch, folder, instructions, load):
+    """Every kernel of a file multiplies on tensor cores, and loads weights, which never change, before it waits."""
+    file = folder / "kernels.ptx"
+    nvcc("-O3", f"-arch={arch}", "-ptx", "-o", file, source)
+    kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
+    assert kernels
+    for ptx in kernels:
+        assert all(instruction in ptx for instruction in instructions)
+        assert ptx.index(load) < ptx.rindex("griddepcontrol.wait")
