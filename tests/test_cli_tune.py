@@ -109,7 +109,10 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     assert all(re.search(rf"^{name} ", text, re.M) for name in tunables.ALL) and "built in" in text
     assert re.search(r"^rms_norm +rms_norm +1 own; \d+ not used (\[\d\])+$", text, re.M) and str(path) in text
     assert all(len(line) <= 80 for line in text.partition("read:")[0].splitlines())
-    assert "HopperDecodePlan(pieces, least," in ok("--list", "--wide")
+    wide = ok("--list", "--wide", "--gpu", "h200")
+    assert "HopperDecodePlan(pieces, least," in wide
+    reasons = [line.split("] ", 1)[1] for line in wide.splitlines() if line.startswith("[")]
+    assert reasons and all(wide.count(reason) == 1 for reason in reasons)  # each once, below the table
 
 
 @pytest.mark.parametrize("path", sorted(config_files.SHIPPED.glob("*.json")), ids=lambda path: path.stem)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import WIDTH, Column, Rows
+from nanovllm.console import WIDTH, Column, Rows, say
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.kernels.op.declaration import written
 
@@ -81,13 +81,15 @@ def show_configurations(op: str | None, device: str, named: str | None, wide: bo
         return
     title = f"kernel configurations on {gpu or 'cpu'}"
     if wide:
-        cells = []
+        cells, reasons = [], list(dict.fromkeys(reason for r in rows for reason in r["stale"]))
         for r in rows:
-            stale = "; ".join(f"{n}: {reason}" for reason, n in r["stale"].items())
+            stale = ", ".join(f"{n} [{reasons.index(reason) + 1}]" for reason, n in r["stale"].items())
             texts = map(", ".join, (r["ops"], r["key"]))
             cells.append((r["tunable"], *texts, "; ".join(r["parameters"]), _in_force(r), stale))
         head = "tunable", "ops", "chosen by", "configuration", "in force", "not used"
         print_table(head, cells, head, title, wide=True)
+        for i, reason in enumerate(reasons, 1):
+            say(f"[{i}] {reason}")
     else:
         narrow = Rows(Column("tunable", 24), Column("ops", 22), Column("in force", 32), title=title)
         for r in rows:
