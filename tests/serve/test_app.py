@@ -292,6 +292,7 @@ def test_metrics(guarded):
     ):  # fmt: skip
         assert name in text, name
     assert guarded.metric("vllm:generation_tokens_total") >= 5
+    assert guarded.metric("vllm:request_success_total") >= 1
     wait_until(lambda: guarded.metric("vllm:num_requests_running") == 0)
     assert guarded.metric("vllm:kv_cache_usage_perc") == 0
 
