@@ -152,7 +152,7 @@ def test_a_plugin_that_cannot_be_loaded_is_an_error(command):
 def test_a_provider_that_raises_is_a_row_of_bench_and_the_exit_code_1(tmp_path):
     plugin, head = tmp_path / "raises.py", "from nanovllm.kernels import softmax\n"
     plugin.write_text(head + "@softmax.provider('raises')\ndef f(x):\n    raise OSError('no')\n")
-    done = run_here("kernels", "bench", "softmax", "--shape", "2x8", "--kernel-plugin", str(plugin))
+    done = run("kernels", "bench", "softmax", "--shape", "2x8", "--kernel-plugin", str(plugin))
     assert done.returncode == 1 and re.search(r"^ +raises \[\d\]$", done.stdout, re.M) and "OSError: no" in done.stdout
 
 
