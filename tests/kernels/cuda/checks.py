@@ -50,12 +50,15 @@ def nvcc(*arguments):
     subprocess.run([build.cuda_home() / "bin" / "nvcc", "-std=c++17", *arguments], check=True)
 
 
-def check_machine_code(source, arch, folder, instructions, load):
-    """Every kernel of a file multiplies on tensor cores, and loads weights, which never change, before it waits."""
+def check_machine_code(source, arch, folder, instructions, load, wait=str.rindex):
+    """Every kernel of a file multiplies on tensor cores, and loads weights, which never change, before it waits.
+
+    wait: finds the last wait for the kernel in front, or the first one.
+    """
     file = folder / "kernels.ptx"
     nvcc("-O3", f"-arch={arch}", "-ptx", "-o", file, source)
     kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
     assert kernels
     for ptx in kernels:
         assert all(instruction in ptx for instruction in instructions)
-        assert ptx.index(load) < ptx.rindex("griddepcontrol.wait")
+        assert ptx.index(load) < wait(ptx, "griddepcontrol.wait")

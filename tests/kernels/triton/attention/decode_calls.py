@@ -166,7 +166,8 @@ def check_caches(used, given, new):
         assert set(changed.nonzero()[:, 0].tolist()) == set(new), "slots that were written"
         if not new:
             continue
-        got, want = cached_rows(used[name], list(new)), torch.stack([pair[index] for pair in new.values()])
+        want = torch.stack([given_bits(pair[index]) for pair in new.values()]).view(given[name].dtype)
+        got = cached_rows(used[name], list(new))
         if got.dtype == FP8:
             steps = [torch.where(x < 128, x, 128 - x) for x in (y.view(torch.uint8).int() for y in (got, want))]
             apart = (steps[0] - steps[1]).abs()
@@ -175,7 +176,8 @@ def check_caches(used, given, new):
         else:
             # Where the rotation cancels, a last bit of a product is many of the result.
             rounding = {F32: 3e-6, F16: 2e-3, BF16: 1.6e-2}[got.dtype]
-            torch.testing.assert_close(got, want, rtol=rounding * (1 - index), atol=4 * rounding * (1 - index))
+            atol = min(4 * rounding, 4e-2)
+            torch.testing.assert_close(got, want, rtol=rounding * (1 - index), atol=atol * (1 - index))
             assert got.dtype == F32 or (got == want).double().mean() > 0.97
 
 

@@ -1,5 +1,5 @@
-"""Decode attention on a Hopper GPU: against float64 and the kernel for any GPU, in graphs, and again and again. Without
-a GPU: `test_decode_hopper_plan.py`, and `test_decode_hopper_ptx.py`, which runs the compiled kernel.
+"""Decode attention on a Hopper GPU: against float64, in graphs, and again and again. Without a GPU:
+`test_decode_hopper_plan.py`, and `test_decode_hopper_ptx.py`, which runs the compiled kernel.
 """
 
 import functools
