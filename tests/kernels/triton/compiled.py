@@ -53,6 +53,14 @@ def launches_of(cases):
     return launches
 
 
+def in_turn(launches, turn):
+    """The launches, (name, kernel, ...), of a slice, and the first one of each kernel that has none in it."""
+    chosen = launches[turn]
+    names = {kernel.__name__ for _, kernel, *_ in chosen}
+    first = {launch[1].__name__: launch for launch in reversed(launches)}
+    return chosen + [launch for name, launch in first.items() if name not in names]
+
+
 def specialised(kernel, args):
     """What Triton compiles a kernel for, of a launch's arguments: (types, constants, attributes)."""
     signature, constants, attributes = {}, {}, {}

@@ -12,7 +12,7 @@ if triton.knobs.runtime.interpret:
 from nanovllm.kernels.triton.gemm import products
 from nanovllm.kernels.triton.gemm.products import gated_mlp, linear_bias_act
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
-from tests.kernels.triton.compiled import compiled, launches_of, resources, tensors
+from tests.kernels.triton.compiled import compiled, in_turn, launches_of, resources, tensors
 
 # Shared memory a program may have: on sm_80 what the smallest GPU of compute capability 8 has.
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -62,7 +62,7 @@ def distinct(launches):
 )  # fmt: skip
 def test_no_spills_and_wide_loads(dtype, capability, features, turns, tmp_path, monkeypatch):
     launches = distinct(launches_of(calls(dtype, features, monkeypatch)))
-    for name, kernel, args, options in launches[turns]:
+    for name, kernel, args, options in in_turn(launches, turns):
         binary = compiled(kernel, args, options, capability)
         registers, stack, local = resources(binary, tmp_path)
         what = f"{name}, {kernel.__name__} {fixed_of(kernel, args)}"

@@ -10,7 +10,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 from nanovllm.kernels.triton.gemm import small_products
-from tests.kernels.triton.compiled import compiled, launches_of, resources
+from tests.kernels.triton.compiled import compiled, in_turn, launches_of, resources
 
 # Qwen3-0.6B, 1.7B and 8B: QKV, output, gate-up and down projections.
 REAL = [
@@ -43,7 +43,7 @@ def test_compiles_without_spills_and_reads_weights_before_the_wait(capability, t
         named, warps = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90}, options["num_warps"]
         key = (kernel.__name__, *(v for n, v in named.items() if n.isupper()), warps)
         distinct.setdefault(key, (name, kernel, named, warps))
-    for name, kernel, named, warps in list(distinct.values())[turn]:
+    for name, kernel, named, warps in in_turn(list(distinct.values()), turn):
         binary = compiled(kernel, tuple(named.values()), {"num_warps": warps}, capability)
         registers, stack, local = resources(binary, tmp_path)
         # Triton 3.9 keeps 8 bytes on the stack for one shape on sm_80, where it stops at 64 registers of 255.

@@ -12,7 +12,7 @@ if triton.knobs.runtime.interpret:
 from nanovllm.kernels.triton.moe.experts import moe_experts, moe_experts_fp8
 from nanovllm.kernels.triton.moe.route import moe_route
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
-from tests.kernels.triton.compiled import compiled, launches_of, parameter, resources, tensors, wide
+from tests.kernels.triton.compiled import compiled, in_turn, launches_of, parameter, resources, tensors, wide
 
 # Shared memory a program may have: on sm_80 what the smallest GPU of compute capability 8 has.
 SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -53,7 +53,7 @@ def fp8_cases(dtype):
     ids=str,
 )  # fmt: skip
 def test_no_spills_and_wide_loads(dtype, capability, turn, tmp_path):
-    """Every launch of bfloat16 on sm_90; the others take turns."""
+    """Every launch of bfloat16 on sm_90; elsewhere every kernel, whose launches take turns."""
     distinct = {}
     for name, kernel, args, options in launches_of([*cases(dtype), *(fp8_cases(dtype) if dtype.itemsize == 2 else ())]):
         named = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90}
@@ -61,7 +61,7 @@ def test_no_spills_and_wide_loads(dtype, capability, turn, tmp_path):
         constants = (v for n, v in named.items() if n.isupper())
         key = kernel.__name__, named.get("scale") is None, *constants, *options.values()
         distinct.setdefault(key, (name, kernel, named, options))
-    for name, kernel, named, options in list(distinct.values())[turn]:
+    for name, kernel, named, options in in_turn(list(distinct.values()), turn):
         binary = compiled(kernel, tuple(named.values()), options, capability)
         registers, stack, local = resources(binary, tmp_path)
         what = f"{name}, {kernel.__name__}: {registers} registers, {stack} stack, {local} local"

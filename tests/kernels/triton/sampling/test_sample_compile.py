@@ -46,12 +46,14 @@ def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability):
+def test_a_draw_reads_logits_once_and_moves_little_between_threads(capability, tmp_path):
     """A warp has whole blocks: reductions are shuffles, and two barriers a tile are for the store of their results."""
     ((_, kernel, args, options),) = launches_of(
         [("", lambda: sample(*sampling_arguments(256, torch.bfloat16, 0, 0, 0)))]
     )
-    ptx = compiled(kernel, args, options, capability).asm["ptx"]
+    binary = compiled(kernel, args, options, capability)
+    assert resources(binary, tmp_path)[1:] == (0, 0)
+    ptx = binary.asm["ptx"]
     before = ptx.partition("atom.global")[0]
     assert len(re.findall(r"bar\.sync", before)) <= 2 + 2 and len(re.findall(r"st\.shared", before)) <= 2
     assert len(re.findall(r"ex2\.approx", before)) == args[kernel.arg_names.index("TILE")] * 256 // (
