@@ -80,7 +80,7 @@ def transposed(x):
     return x.T.contiguous().T
 
 
-@pytest.mark.parametrize("shape, dtype", zip(SHAPES, itertools.cycle(DTYPES)), ids=str)
+@pytest.mark.parametrize("shape, dtype", [*zip(SHAPES, itertools.cycle(DTYPES))], ids=str)
 def test_linear_bias_act(shape, dtype):
     m, k, n = shape
     x, weight, bias = randn(m, k, dtype=dtype), randn(n, k, dtype=dtype, seed=1), randn(n, dtype=dtype, seed=2)
@@ -90,7 +90,7 @@ def test_linear_bias_act(shape, dtype):
     check_linear(linear_bias_act(x, weight), x, weight, None, "none")
 
 
-@pytest.mark.parametrize("activation, dtype", zip(ACTIVATIONS, itertools.cycle(DTYPES)), ids=str)
+@pytest.mark.parametrize("activation, dtype", [*zip(ACTIVATIONS, itertools.cycle(DTYPES))], ids=str)
 def test_activations(activation, dtype):
     for m in (1, 70):
         x, weight, bias = randn(m, 48, dtype=dtype), randn(24, 48, dtype=dtype, seed=1), randn(24, dtype=dtype, seed=2)
@@ -118,7 +118,7 @@ def test_any_strides(dtype):
     check_linear(linear_bias_act(x[0, 0], weight)[None], x[0, :1], weight, None, "none")
 
 
-@pytest.mark.parametrize("plan, dtype", zip(PLANS, itertools.cycle(DTYPES[1:] + DTYPES[:1])), ids=str)
+@pytest.mark.parametrize("plan, dtype", [*zip(PLANS, itertools.cycle(DTYPES[1:] + DTYPES[:1]))], ids=str)
 def test_every_plan_on_every_shape(plan, dtype):
     """Plans that no default takes for these shapes, so that tiles are partial in every way."""
     tma = isinstance(plan, TilePlan) and plan.tma
@@ -185,7 +185,7 @@ def test_which_numbers_of_tokens_are_many(monkeypatch):
     assert not products.many_tokens(weight(6144, 1024))
 
 
-@pytest.mark.parametrize("activation, dtype", zip(("silu", "gelu", "gelu_tanh"), DTYPES), ids=str)
+@pytest.mark.parametrize("activation, dtype", [*zip(("silu", "gelu", "gelu_tanh"), DTYPES)], ids=str)
 def test_gated_mlp(activation, dtype):
     shapes = [(1, 1, 1), (1, 33, 20), (17, 40, 72), (66, 32, 40), (2, 8, 0)]
     if GPU:

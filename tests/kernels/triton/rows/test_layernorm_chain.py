@@ -19,7 +19,7 @@ from tests.kernels.triton.rows.comparisons import MANY, close
 pytestmark = [pytest.mark.triton, pytest.mark.slow, pytest.mark.usefixtures("poison")]
 
 
-@pytest.mark.parametrize("p, approximate, dtype", zip((0.0, 0.3, 1.0), ("none", "tanh", "none"), DTYPES), ids=str)
+@pytest.mark.parametrize("p, approximate, dtype", [*zip((0.0, 0.3, 1.0), ("none", "tanh", "none"), DTYPES)], ids=str)
 def test_layernorm_chain(p, approximate, dtype):
     for shape in [(2, 3, 130), (1, 1)] + ([(512, 4096)] if GPU else []):
         x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)

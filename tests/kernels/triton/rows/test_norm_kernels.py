@@ -58,7 +58,7 @@ def test_rms_norm_does_not_overflow():
     assert torch.equal(ops.rms_norm(x, torch.ones_like(x[0]), 1e-6), torch.ones_like(x))
 
 
-@pytest.mark.parametrize("shape, dtype", zip(((2, 3, 130), (2, 1025), (2, 33000)), DTYPES), ids=str)
+@pytest.mark.parametrize("shape, dtype", [*zip(((2, 3, 130), (2, 1025), (2, 33000)), DTYPES)], ids=str)
 def test_add_rms_norm(shape, dtype):
     x, residual = randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
     weight = randn(shape[-1], dtype=dtype, seed=2)
@@ -145,7 +145,7 @@ def test_softmax_of_one_row_is_the_same_beside_others():
     assert torch.equal(ops.softmax(x)[1:2], ops.softmax(x[1:2]))
 
 
-@pytest.mark.parametrize("shape, dtype", zip(((2, 3, 130), (2, 33000), (7, 33)), DTYPES), ids=str)
+@pytest.mark.parametrize("shape, dtype", [*zip(((2, 3, 130), (2, 33000), (7, 33)), DTYPES)], ids=str)
 def test_softmax_is_right_far_below_the_maximum(shape, dtype):
     """Relative to the value: most of a long row is far below any absolute tolerance."""
     x = randn(*shape, dtype=dtype, scale=100.0)

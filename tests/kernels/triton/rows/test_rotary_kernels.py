@@ -25,7 +25,7 @@ if GPU:
     ROTATED += [(heads, (256, 3000), policy) for heads, tokens, policy in ROTATED if 0 in tokens]
 
 
-@pytest.mark.parametrize("case, dtype", zip(ROTATED, itertools.cycle(DTYPES)), ids=str)
+@pytest.mark.parametrize("case, dtype", [*zip(ROTATED, itertools.cycle(DTYPES))], ids=str)
 def test_rotary_embedding_and_qk_norm_rope(case, dtype):
     (num_heads, num_kv_heads, head_dim), numbers, policy = case
     weights = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
