@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import weakref
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.fast import decode_runner, paths
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS
 from nanovllm.engine.model_setup import run_largest_steps
@@ -117,6 +120,39 @@ PARAMS = [SamplingParams(temperature=0.8, seed=i, max_tokens=40 + i, ignore_eos=
 
 def tokens(llm):
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def test_the_engine_allocates_launches_and_records_on_its_device(directory, monkeypatch):
+    """Whichever device is current where it is called."""
+    current, seen = [], []
+
+    @contextmanager
+    def on_device(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    def call(inner, name, *args, **others):
+        seen.append((name, *current))
+        return inner(*args, **others)
+
+    def watch(owner, *names):
+        for name in names:
+            monkeypatch.setattr(owner, name, partial(call, getattr(owner, name), name))
+
+    monkeypatch.setattr(model_runner, "on_device", on_device)
+    watch(model_runner, "load_model", "StepResult")
+    watch(model_runner.kv_cache, "allocate")
+    watch(paths, "DecodeState")
+    watch(decode_runner, "StepResult")
+    llm = make(directory, device="cpu", max_model_len=128)
+    watch(llm.engine.runner, "_set_up_admitted", "hidden")
+    watch(llm.engine.runner.fast, "decode")
+    tokens(llm)
+    assert {name for name, *_ in seen} == {
+        "load_model", "allocate", "DecodeState", "_set_up_admitted", "hidden", "decode", "StepResult",
+    }  # fmt: skip
+    assert all(where == [torch.device("cpu")] for _, *where in seen) and not current
 
 
 @pytest.mark.gpu
