@@ -127,6 +127,7 @@ def test_cached_tokens_are_told(server):
         (dict(prompt="x", temperature=-1), "temperature", "at least 0"),
         (dict(prompt="x", n=129), "n", "at most 128"),
         (dict(prompt="x", best_of=3), "best_of", "use n"),
+        (dict(prompt="x", suffix="y"), "suffix", "put everything into the prompt"),
         (dict(prompt="x", max_tokens=0), "max_tokens", "echo"),
         (dict(prompt="x", logit_bias={"a": 1, "b": 1}), "logit_bias", "expected token ids, not 'a', 'b'"),
         (dict(prompt="x", logit_bias={"123456": 1}), "logit_bias", "outside the vocabulary"),
@@ -138,6 +139,7 @@ def test_cached_tokens_are_told(server):
         (dict(prompt=["x"] * 100, n=100), "n", "send several requests"),
         (dict(prompt=[]), "prompt", "pass 1 to"),
         (dict(prompt=["a", 5]), "prompt", "list of token ids"),
+        (dict(prompt=""), None, "empty"),
         (dict(prompt=[10**6]), None, "vocabulary"),
         (dict(max_tokens=5), "prompt", "prompt"),
         (dict(prompt="x", use_beam_search=True), "use_beam_search", "beam search"),
@@ -171,10 +173,14 @@ def test_large_bodies_are_read_in_threads(server, monkeypatch):
     monkeypatch.setattr(service.engine.maker.prompts, "check_ids", recording(service.engine.maker.prompts.check_ids))
     monkeypatch.setattr(completions, "split_prompts", recording(completions.split_prompts))
     server.post("/detokenize", tokens=[5])  # in the event loop's thread
-    server.refused("/tokenize", messages=[{"role": "user", "content": "word " * 2000}])
+    large = [{"role": "user", "content": "word " * 2000}]
+    server.refused("/tokenize", messages=large)
     server.post("/detokenize", tokens=[5] * 10_000)
     server.refused("/v1/completions", prompt=[5] * 10_000)
-    assert len(threads) == 4 and threads[0] not in threads[1:]
+    server.refused("/v1/chat/completions", messages=large)
+    server.refused("/v1/messages", messages=large, max_tokens=1)
+    server.refused("/v1/responses", input=large)
+    assert len(threads) == 7 and threads[0] not in threads[1:]
 
 
 def test_too_long_a_prompt(server):

@@ -54,6 +54,7 @@ def test_a_tool_that_must_be_called(server):
 @pytest.mark.parametrize(
     "body, said",
     [
+        (dict(response_format={"type": "xml"}), "response_format"),
         (dict(response_format={"type": "text", "schema": {}}), "'schema' is no field of type 'text'"),
         (dict(response_format=FORMAT, structured_outputs={"choice": ["a"]}), "exclude each other"),
         (dict(response_format=REFUSED), "response_format: Unimplemented keys"),

@@ -116,10 +116,12 @@ CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(10_000)) + '\
         (dict(json={"multipleOf": 9999991, "type": "integer"}), "takes more than 0.7 seconds"),
         (dict(grammar=CHAIN), "nests too deeply"),
         (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (dict(json={"type": "strange"}), "strange"),
         (dict(json={"$ref": "#/nowhere"}), "nowhere"),
         (dict(regex="("), "unclosed group"),
         (dict(regex="(?=a)b"), "look-around|lookaround"),
         (dict(grammar="root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "neither Lark nor GBNF"),
+        (dict(grammar='start: "a" missing'), "missing"),
     ],
     ids=lambda value: str(value)[:24],
 )
