@@ -197,6 +197,16 @@ def test_kernels_show():
             assert above.startswith(signature) and re.match(r"nanovllm/kernels/ops/\w+\.py:\d+:", rest)
 
 
+def test_kernels_show_of_an_op_within_a_block(tmp_path):
+    """Its text is indented, which is no module that Python could parse."""
+    (tmp_path / "plugin.py").write_text(
+        "import torch\nfrom nanovllm.kernels import op\n\nif True:\n\n    @op(arguments={'x': '[n]'})\n"
+        '    def doubled(x: torch.Tensor) -> torch.Tensor:\n        """Twice x."""\n        return 2 * x\n'
+    )
+    done = run("kernels", "show", "doubled", "--kernel-plugin", str(tmp_path / "plugin.py"))
+    assert done.stdout.count("Twice x.") == 1 and "        return 2 * x\n" in done.stdout, done.stderr
+
+
 def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
     plugin = tmp_path / "plugin.py"
     plugin.write_text(

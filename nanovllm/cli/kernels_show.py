@@ -140,9 +140,13 @@ def _source(declared: Op, with_doc: bool = True) -> str:
 
 
 def _without_doc(text: str) -> str:
-    """The text of a function without its docstring."""
-    (function,) = ast.parse(text).body
-    assert isinstance(function, ast.FunctionDef)
+    """The text of a function without its docstring. What is no whole `def`, such as a lambda, stays as it is."""
+    try:
+        (function,) = ast.parse(textwrap.dedent(text)).body
+    except SyntaxError:
+        return text
+    if not isinstance(function, ast.FunctionDef):
+        return text
     doc = function.body[0]
     if ast.get_docstring(function) is None or len(function.body) == 1:
         return text
