@@ -163,6 +163,10 @@ class ProcessClient(SocketClient):
                 logger.error("the engine cannot be started: %s", error)
                 self._delay.started()
                 continue
-            logger.warning("the engine serves again")
             return found
         return None
+
+    def _take_over(self, sock: socket.socket, info: EngineInfo) -> None:
+        super()._take_over(sock, info)
+        if self.alive:
+            logger.warning("the engine serves again")
