@@ -196,6 +196,16 @@ def test_a_kernel_that_fails_says_where_and_is_not_replaced(rms_norm, monkeypatc
             assert error.value is raised and "\n".join((str(raised), *getattr(raised, "__notes__", ()))).endswith(note)
 
 
+def test_the_reference_that_fails_in_place_of_a_choosy_provider_names_itself(rms_norm, monkeypatch):
+    def fails(x, weight, eps):
+        raise RuntimeError("no room")
+
+    monkeypatch.setitem(rms_norm.providers, "choosy", Provider("choosy", fails, accepts=lambda *args: "never"))
+    monkeypatch.setattr(rms_norm, "native", fails)
+    with pytest.raises(KernelError, match="op 'rms_norm', provider 'native', called with .*no room"):
+        resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm(*ROWS)
+
+
 def test_a_provider_that_cannot_be_imported_is_named(rms_norm, monkeypatch):
     monkeypatch.setitem(rms_norm.providers, "gone", Provider("gone", "nanovllm.no_such_module:rms_norm"))
     with pytest.raises(KernelError, match="op 'rms_norm', provider 'gone': cannot be imported: ModuleNotFoundError"):
