@@ -79,9 +79,8 @@ def main() -> None:
     text = TEXT.read_text(encoding="utf-8")
     dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
     for dtype, (perplexity, error, same) in measure(str(demo_model_path()), text, NUM_TOKENS, dtypes).items():
-        print(
-            f"{str(dtype)[6:]:14} perplexity {perplexity:8.4f}   logits error {error:.2e}   same first token {same:.1%}"
-        )
+        row = f"{str(dtype)[6:]:14} perplexity {perplexity:8.4f}   logits error {error:.2e}"
+        print(f"{row}   same most likely token {same:.1%}")
 
 
 if __name__ == "__main__":

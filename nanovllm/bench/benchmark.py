@@ -250,7 +250,7 @@ class Benchmark:
                     results.add_shares(row, self.record.rates)
                 changed = _changes(before, rates)
                 if changed:
-                    say(f"measured again: {changed}; from here on the larger of the two counts")
+                    say(f"measured again: {changed}; everything below uses the larger of the two")
                 if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
                     say(f"measured on {rates.device}: {further}")
                 return

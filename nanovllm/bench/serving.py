@@ -63,7 +63,9 @@ class Load:
     def name(self) -> str:
         if self.workload is not None:
             return self.workload.name
-        return f"{self.rate:g}/s" if self.rate is not None else f"{self.concurrency} streams"
+        if self.rate is not None:
+            return f"{self.rate:g}/s"
+        return "1 stream" if self.concurrency == 1 else f"{self.concurrency} streams"
 
     @property
     def total(self) -> int:

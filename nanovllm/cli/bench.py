@@ -13,7 +13,7 @@ import typer
 
 from nanovllm.cli.kernels_common import Json
 from nanovllm.cli.option_records import takes_records
-from nanovllm.console import Column, Rows
+from nanovllm.console import Column, Rows, say
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -156,7 +156,10 @@ def _print(found: list[Measured]) -> None:
             "-" if m.num_goal_met is None else f"{100 * m.num_goal_met / max(1, m.num_good + m.num_failed):.0f}%",
         )  # fmt: skip
     table.end()
-    print("TTFT, ITL: median and 99th percentile, from sending the request. TPOT: median of the requests' means.")
+    say(
+        "ok: requests without an error. TTFT, ITL: median / 99th percentile. TPOT: median of the requests' means. "
+        "good: share of the requests that meet every --goal-..., if one is given."
+    )
     for m in found:
         for error, count in m.errors.items():
             print(f"{m.load}: {count} failed: {error}")

@@ -22,7 +22,12 @@ _STEP_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 
                  0.3, 0.5, 1, 2.5, 10)  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 _COUNTS = (1, 2, 5, 10, 20, 50, 100)
-_TOTALS = ("prompt_tokens", "generation_tokens", "prefix_cache_queries", "prefix_cache_hits")
+_TOTALS = {
+    "prompt_tokens": "Prompt tokens.",
+    "generation_tokens": "Output tokens.",
+    "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
+}
 
 
 class Histogram:
@@ -186,7 +191,8 @@ class Metrics:
             yield gauge
         counters = counts.counters | {("num_preemptions",): stats.num_preemptions}
         families: list[tuple[str, str, str, list[str]]] = [
-            *((prefix, name, f"Total of {name.replace('_', ' ')}.", []) for name in (*_TOTALS, "num_preemptions")),
+            *((prefix, name, documentation, []) for name, documentation in _TOTALS.items()),
+            (prefix, "num_preemptions", "Sequences that gave up their blocks, to be computed again.", []),
             (prefix, "request_success", "Requests that ended.", ["finished_reason"]),
             (prefix, "admission_rejections", "Requests that were refused.", ["reason"]),
             ("nanovllm:", "http_requests", "HTTP answers.", ["method", "path", "status"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -68,9 +69,10 @@ class Report:
         """The report as a `rich.table.Table`."""
         from rich.table import Table
 
-        table = Table(title=None if self.replaced else "nothing was replaced")
-        for column in ("module", "op", "provider", "modules", "why"):
-            table.add_column(column, justify="right" if column == "modules" else "left")
+        title = None if self.replaced else "nothing was replaced"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for column in ("class", "op", "provider", "modules", "remark"):
+            table.add_column(column, justify="right" if column == "modules" else "left", no_wrap=column != "remark")
         for row in [*self.replaced, *self.left]:
             table.add_row(row.module, row.op, row.provider or "left", str(row.count), row.why)
         return table
@@ -82,7 +84,8 @@ class Report:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(width=120, color_system=None)
+        width = min(shutil.get_terminal_size(fallback=(120, 24)).columns, 120)
+        console = Console(width=width, color_system=None)
         with console.capture() as capture:
             console.print(self)
         return capture.get().rstrip()
