@@ -34,7 +34,8 @@ def list_kernels(
 ) -> None:
     """The providers of every op: which one runs here, which ones could, and why the others cannot.
 
-    Providers stand in order of preference. Name an op for one row a provider.
+    Providers stand in order of preference, rank 1 first. Name an op for one row
+    a provider.
     """
     from nanovllm.kernels.op.plugins import failures
 

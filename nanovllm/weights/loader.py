@@ -7,6 +7,7 @@ files' headers and compared with the configuration before any memory is taken. Q
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ from nanovllm.weights.quantization.resolve import packed_blocks, packed_modules,
 from nanovllm.weights.quantization.storage import Storage
 from nanovllm.weights.safetensors_files import TensorHeader, WeightError
 from nanovllm.weights.source_layout import SourceLayout
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -108,6 +111,11 @@ def _read_headers(
     of_gguf = checkpoint.format == "gguf"
     raw = (gguf if of_gguf else safetensors_files).read_headers(checkpoint.path)
     storages = packed_modules(checkpoint.quantization, raw) if checkpoint.quantization else {}
+    if checkpoint.quantization and not storages:
+        logger.warning(
+            "%s: the configuration says quant_method=%r, but no tensor is quantised; the weights are taken as they are",
+            checkpoint.path, checkpoint.quantization.method,
+        )  # fmt: skip
     headers = layout.headers(
         raw, {h.name for h in raw if h.name.rpartition(".")[0] in storages and h.name[-5:] != ".bias"}
     )

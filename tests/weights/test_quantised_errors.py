@@ -166,6 +166,15 @@ def test_what_is_not_supported_is_refused_by_name(checkpoint, config, said):
     assert "take the model in bfloat16" in str(error.value) or "expected an object" in str(error.value)
 
 
+def test_a_configuration_of_quantised_weights_beside_plain_ones_is_a_warning(checkpoint, originals, caplog):
+    configure(checkpoint, quantization_config=FORMATS["awq"].config)
+    loaded(checkpoint)
+    assert "says quant_method='awq', but no tensor is quantised" in caplog.text
+    caplog.clear()
+    loaded(originals["awq"])
+    assert "no tensor is quantised" not in caplog.text
+
+
 def test_modelopt_says_it_in_a_file_of_its_own(checkpoint):
     (checkpoint / "hf_quant_config.json").write_text("{}")
     with pytest.raises(ValueError, match="hf_quant_config.json: checkpoints of modelopt are not supported; take"):
