@@ -65,6 +65,9 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
     for args, said in [
         (("--model", str(tmp_path)), "holds no config.json"),
         (("--model", str(tmp_path / "tiny")), "holds no tokenizer"),
+        (("--dtype", "bf"), "dtype='bf': must be one of auto"),
+        (("--device", "tpu"), "device='tpu'"),
+        (("--max-model-len", "0"), "max_model_len=0"),
         (("--temperature", "-1"), "temperature=-1.0: must be at least 0"),
         (("--top-p", "2"), "top_p=2.0"),
     ]:

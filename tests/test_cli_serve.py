@@ -35,6 +35,7 @@ from tests.serve.running import wait_until
     [
         ("serve --model m --log-level loud", "--log-level loud"),
         ("serve --model m --restart maybe", "--restart maybe"),
+        ("serve a --model b", "MODEL a and --model b are both given"),
         ("serve --model m --api-key short", "at least 8"),
         ("serve --model m --max-waiting 0", "max_waiting=0"),
         ("serve --model m --kvcache-block-size 7", "kvcache_block_size=7"),
@@ -85,7 +86,7 @@ def test_keys_are_read_from_a_file(tmp_path):
 def process(tmp_path):
     """(server's process, its address)"""
     tiny.save_with_tokenizer(tmp_path)
-    command = [sys.executable, "-m", "nanovllm", "serve", "--model", str(tmp_path), "--served-model-name", "tiny"]
+    command = [sys.executable, "-m", "nanovllm", "serve", str(tmp_path), "--served-model-name", "tiny"]
     command += "--port 0 --num-kvcache-blocks 64 --kvcache-block-size 16 --drain 60 --log-json --access-log".split()
     env = os.environ | {"NANOVLLM_API_KEY": "some-secret-key"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:

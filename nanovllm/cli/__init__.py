@@ -69,6 +69,9 @@ class _Engine:
         list[str] | None,
         typer.Option(help="A Python file or module with kernels of your own, which are preferred; repeatable."),
     ] = None
+    device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto"
+    dtype: Annotated[str, typer.Option(help="Weights and activations: auto, bfloat16, float16, float32.")] = "auto"
+    max_model_len: Annotated[int, typer.Option(help="Most tokens of a prompt and its output together.")] = 4096
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs of this machine that share the model.")] = 1
     quantization: Annotated[
         str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
@@ -83,11 +86,8 @@ class _Engine:
                 from nanovllm import LLM
                 from nanovllm.weights.demo_model import demo_model_path
 
-                return LLM(
-                    self.model or demo_model_path(), use_custom_kernels=self.use_custom_kernels,
-                    kernel_plugins=self.kernel_plugin or (), tensor_parallel_size=self.tensor_parallel_size,
-                    quantization=self.quantization,
-                )  # fmt: skip
+                arguments = vars(self) | {"model": self.model or demo_model_path()}
+                return LLM(kernel_plugins=arguments.pop("kernel_plugin") or (), **arguments)
         finally:
             status.clear()
             if "triton.runtime.interpreter" in sys.modules:

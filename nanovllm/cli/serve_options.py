@@ -24,6 +24,7 @@ def _option(text: str, **others: Any) -> Any:
 class ModelOptions:
     """The model, its names in requests, and where the server listens."""
 
+    positional: Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.")] = None
     model: Annotated[
         str | None, _option("A Hugging Face directory, a hub id or a .gguf file; by default SmolLM2-135M-Instruct.")
     ] = None
@@ -34,9 +35,16 @@ class ModelOptions:
     ] = None
 
     def located(self) -> tuple[str, tuple[str, ...]]:
-        """(where the model is, its names in requests)"""
-        if self.model is not None:
-            return self.model, tuple(self.served_model_name or [self.model])
+        """(where the model is, its names in requests)
+
+        Raises:
+            ValueError: two models are given.
+        """
+        if self.model is not None and self.positional is not None:
+            raise ValueError(f"MODEL {self.positional} and --model {self.model} are both given; leave one out")
+        model = self.model or self.positional
+        if model is not None:
+            return model, tuple(self.served_model_name or [model])
         from nanovllm.weights.demo_model import demo_model_path
 
         return str(demo_model_path()), tuple(self.served_model_name or ["SmolLM2-135M-Instruct"])
