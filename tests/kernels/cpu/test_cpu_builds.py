@@ -27,7 +27,7 @@ def test_sanitizers_find_nothing(tmp_path, arch, sanitizer):
     sources, program = Path(build.__file__).parent, tmp_path / "sanitized"
     flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-fPIC")]
     command = [
-        build.compiler(), *flags, "-O1", f"-march={arch}", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
+        build.compiler(), *flags, "-O0", f"-march={arch}", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all",
         "-DNANOVLLM_PARTS=1", "-DNANOVLLM_PART=0", f"-I{sources}", HERE / "sanitized.cpp", "-o", program,
     ]  # fmt: skip
     compiled = subprocess.run(command, capture_output=True, text=True)
