@@ -73,7 +73,8 @@ def test_products_are_those_of_the_dequantised_weights(format, rows, columns, co
 def test_matrices_of_which_a_cache_holds_some_rows():
     packed, weight = random_matrix("F32", 600, 3072)
     x = torch.randn(47, 3072)
-    assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
+    # The error of a float32 sum grows with the root of its length; 1e-6 is the bound of 1,280 columns.
+    assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6 * (3072 / 1280) ** 0.5
 
 
 @pytest.mark.parametrize("format", [*sorted(HALVES), "INT4_32", "INT4_128"])

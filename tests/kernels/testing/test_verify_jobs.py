@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.kernels import Provider, all_ops
 from nanovllm.kernels.op.plugins import load_plugins
+from nanovllm.kernels.op.registry import temporary
 from nanovllm.kernels.testing.verify import Verdict, cases, lacks_memory, verify_case
 from nanovllm.kernels.testing.verify_jobs import Setting, shares, verify_in_processes
 
@@ -52,7 +53,7 @@ def {provider}(x):
 
 @pytest.fixture
 def plugin(tmp_path):
-    """Declare an op whose providers begin as given; (op, path). It is declared in this process only once."""
+    """Declare an op whose providers begin as given; (op, path). It is gone after the test."""
 
     def write(name, begin="", **providers):
         path = tmp_path / f"{name}.py"
@@ -61,7 +62,8 @@ def plugin(tmp_path):
         load_plugins([str(path)])
         return all_ops()[name], str(path)
 
-    return write
+    with temporary():
+        yield write
 
 
 def test_whatever_happens_to_processes_the_verdicts_are_those_of_one(plugin, tmp_path):
