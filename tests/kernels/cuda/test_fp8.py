@@ -82,7 +82,7 @@ def test_fused_products_equal_the_separate_ones(size, kind, device, launches):
     scale *= size**-0.5 / 64
     for tokens in (1, 7, 8):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
-        check_fused(x, ("fp8", weight, scale, None), products.linear_fp8(x, weight, scale), rtol=2**-6)
+        check_fused(x, ("fp8", weight, scale, None), products.linear_fp8(x, weight, scale))
     # Unsplit, seven tokens of 12,288 columns have no room.
     assert len(launches) == (9 if size == 4160 else 5)
 
