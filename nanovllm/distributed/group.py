@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -20,6 +21,7 @@ class Group:
         store: what the ranks exchange handles of shared memory by; None: there is one process.
         meet: waits until every rank has reached the place in the code that its argument names.
         kept: what providers of collectives keep for this group, by their name.
+        captured: the CUDA graphs that hold collectives of this group.
     """
 
     rank: int = 0
@@ -28,6 +30,7 @@ class Group:
     store: Any = None
     meet: Callable[[str], None] = lambda place: None
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    captured: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
 
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total`; a ValueError naming `what` if it does not divide."""
@@ -63,6 +66,15 @@ class Group:
         if self.size == 1:
             return number
         return int(self._reduced(torch.tensor([number], device=device), torch.distributed.ReduceOp.MIN))
+
+    def reset_graphs(self) -> None:
+        """End the graphs that hold collectives: NCCL does not end a communicator before them, and would wait for ever.
+
+        No step of this process runs meanwhile.
+        """
+        for graph in tuple(self.captured):
+            graph.reset()
+        self.captured.clear()
 
     def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
         x = x.contiguous()

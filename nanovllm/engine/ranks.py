@@ -242,7 +242,7 @@ class Leader(Ranks):
                     )
 
     def close(self) -> None:
-        _abort_unless_failed(self._processes, self._groups)
+        _end_groups(self._processes, self._groups)
         self._processes.close()
 
 
@@ -308,8 +308,10 @@ def abort(groups: Sequence[Group]) -> None:
             logger.debug("a group was not aborted", exc_info=True)
 
 
-def _abort_unless_failed(processes: Processes, groups: Sequence[Group]) -> None:
+def _end_groups(processes: Processes, groups: Sequence[Group]) -> None:
     """After a failure another thread aborts: NCCL may wait then for a GPU that waits for a rank that is gone."""
+    for group in groups:
+        group.reset_graphs()
     if processes.failure is None:
         abort(groups)
 
@@ -317,7 +319,7 @@ def _abort_unless_failed(processes: Processes, groups: Sequence[Group]) -> None:
 def _leave(processes: Processes, groups: list[Group]) -> None:
     """End the other ranks, which let go of this one's memory, and then the connections to them."""
     processes.close()
-    _abort_unless_failed(processes, groups)
+    _end_groups(processes, groups)
     groups.clear()  # a group refers to `processes`, these refer to the list: the cycle would keep the group's buffers
 
 

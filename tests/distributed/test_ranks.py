@@ -15,6 +15,7 @@ import time
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import ranks
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.kernels.op.registry import temporary
 from tests import tiny
@@ -71,6 +72,28 @@ def conversation(llm):
     return said
 
 
+class CapturedGraph:
+    """Stands for a CUDA graph with sums over the ranks."""
+
+    def __init__(self, events):
+        self._events = events
+
+    def reset(self):
+        self._events.append("reset")
+
+
+def test_graphs_end_before_the_group_that_they_sum_over(directory, monkeypatch):
+    """NCCL waits in `abort` until every graph that holds its kernels has ended."""
+    events, abort = [], ranks.abort
+    monkeypatch.setattr(ranks, "abort", lambda groups: (events.append("abort"), abort(groups)))
+    llm = make(directory)
+    graph = CapturedGraph(events)
+    llm.engine.runner.group.captured.add(graph)
+    pids = llm.engine.ranks.pids
+    del llm
+    assert events == ["reset", "abort"] and gone(pids)
+
+
 def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch, caplog, capfd):
     monkeypatch.setenv("NANOVLLM_CHECK", "1")  # the ranks compare their schedules
     want = conversation(make(directory, 1))
@@ -90,9 +113,13 @@ def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch
             llm.generate(PROMPTS, long, use_tqdm=False)
     assert told(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == want[0]
 
+    events = []
+    graph = CapturedGraph(events)
+    llm.engine.runner.group.captured.add(graph)
     os.kill(pids[0], signal.SIGKILL)
     with pytest.raises(RuntimeError, match="rank 1 of 2 was killed by signal 9"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert events == ["reset"]  # or NCCL's abort, in another thread, would wait for it
     with pytest.raises(RuntimeError, match="rank 1 of 2 .*; the engine has stopped, make a new one"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert gone(pids)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nanovllm.distributed.group import current_group
 from nanovllm.engine.fast.step_shape import DecodeBuckets, SamplingMode, StepShape
 from nanovllm.hardware.cuda_graph_memory import GraphMemory, recover_generator
 
@@ -44,11 +45,12 @@ class GraphBackend(Protocol):
 
 class CudaGraphs:
     """Captures CUDA graphs of one device, on one stream and in one piece of memory: no two of them run at the same
-    time.
+    time. The group of ranks that it is made for resets them when it ends.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._group = current_group()
         self._memory = GraphMemory()
         self._stream = torch.cuda.Stream(device)  # kernels have counters and workspaces for each stream
 
@@ -62,7 +64,10 @@ class CudaGraphs:
 
     def capture(self, fn: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """As in `GraphBackend`."""
-        return capture(fn, self._stream, self._memory)
+        graph = capture(fn, self._stream, self._memory)
+        if self._group.size > 1:
+            self._group.captured.add(graph)
+        return graph
 
 
 def capture(
