@@ -3,7 +3,8 @@
     python -m benchmarks.tensor_parallel      # shapes of Qwen3-8B and 32B with random weights, on 1 and 2 GPUs
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2,4 --sequences 1,32 --no-collectives
     python -m benchmarks.tensor_parallel --limit 280    # ends after 280 s; what was measured by then is printed
-    python -m benchmarks.tensor_parallel --preset qwen3-8b --vllm DIR    # beside vLLM, whose packages are in DIR
+    python -m benchmarks.tensor_parallel --preset qwen3-8b --vllm DIR    # beside vLLM, whose packages are in DIR; all
+                                            # engines fit on a GPU of 141 GB together; Qwen3-32B only with --ranks 2
 
 Sums are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts of 128
 tokens, 256 greedy output tokens each, the best of --repeat runs. Its tokens are compared with those of the first
@@ -51,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--collectives", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--model", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument(
-        "--vllm", metavar="DIR", help="packages with vLLM: bench.py's workloads bs1 to bs128, in turns with it"
+        "--vllm",
+        metavar="DIR",
+        help="packages with vLLM: bench.py's workloads bs1 to bs128, in turns with it, on each number of GPUs",
     )
     p.add_argument("--kernels", default="", help='JSON of kernel_priority, such as \'{"all_reduce": ["native"]}\'')
     return p
@@ -241,8 +244,8 @@ def _show(size: int, said: dict[str, Any], first: dict[int, dict[str, Any]]) -> 
     print(f"| {said['count']} | {said['rate']:,.0f} | {ratio:.2f} | {min(equal)}, {mean:.0f} |", flush=True)
 
 
-def beside_vllm(args: argparse.Namespace, size: int, end: float) -> None:
-    """Both engines on `size` GPUs; `end` is on the clock `time.monotonic`."""
+def beside_vllm(args: argparse.Namespace, ranks: list[int], end: float) -> None:
+    """Both engines on each number of GPUs; `end` is on the clock `time.monotonic`."""
     from benchmarks.tensor_parallel_peer import Side, compare, jobs
     from nanovllm.bench.workloads import WORKLOADS
     from nanovllm.models.model_presets import preset
@@ -255,15 +258,21 @@ def beside_vllm(args: argparse.Namespace, size: int, end: float) -> None:
         sys.exit(f"--sequences {args.sequences}: bench.py has no workload {', '.join(sorted(unknown))}")
     logs = tempfile.mkdtemp(prefix="beside-vllm-")
     for name in args.preset.split(","):
-        print(f"\n{name}, random weights, {size} GPU(s); what the engines print: {logs}", flush=True)
-        ours, theirs = jobs(name, size, args.repeat, preset(name), device=args.device, **_kernels(args))
-        sides = [Side(ours, f"{logs}/{name}-nanovllm.txt")]
+        print(f"\n{name}, random weights; what the engines print: {logs}", flush=True)
+        pairs: list[tuple[Side, Side]] = []
         try:
-            sides.append(Side(theirs, f"{logs}/{name}-vllm.txt", str(folder)))
-            compare(sides, loads, 2, end)
+            for size in ranks:
+                options = dict(device=args.device, **_kernels(args))
+                ours, theirs = (
+                    Side(job, f"{logs}/{name}-{job.engine}-{size}.txt", path, f"{job.engine}, {size} GPU(s)")
+                    for job, path in zip(jobs(name, size, args.repeat, preset(name), **options), (None, str(folder)))
+                )
+                pairs.append((ours, theirs))
+            compare(pairs, loads, 2, end)
         finally:
-            for side in sides:
-                side.close()
+            for pair in pairs:
+                for side in pair:
+                    side.close()
 
 
 def main() -> None:
@@ -280,7 +289,7 @@ def main() -> None:
     if args.device == "cuda" and max(ranks) > torch.cuda.device_count():
         sys.exit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
     if args.vllm:
-        beside_vllm(args, max(ranks), end)
+        beside_vllm(args, ranks, end)
         return
     if args.collectives and max(ranks) > 1:
         collectives(max(ranks), args.device, args.width, _numbers(args.sequences))

@@ -1,7 +1,7 @@
 """nanovllm beside vLLM on the same GPUs: both engines start at the same time and stay, then they are measured in turns.
 
-`python -m benchmarks.tensor_parallel --vllm DIR` runs this. An engine is idle while the other is measured. So a cold
-start, of which most is compilation, is waited for once, and a slower clock of the GPUs meets both.
+`python -m benchmarks.tensor_parallel --vllm DIR` runs this. An engine is idle while another is measured. So a cold
+start, of which most is compilation, is waited for once, and a slower clock of the GPUs meets all.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 
 from nanovllm.bench.job import Job, Row
 
-_MEMORY = {"nanovllm": 0.35, "vllm": 0.4}
-"""Of a GPU's memory, for weights and cache: both fit."""
+_BLOCKS = 400
+"""Blocks of nanovllm's cache: 128 sequences have three each. The engines of several numbers of GPUs fit together."""
+_VLLM_MEMORY = 0.3
+"""Of a GPU's memory, which vLLM wants to be free when it starts."""
 _VLLM_CACHE = 16 << 30
 """Bytes a GPU. vLLM would measure what is free, while the other engine's memory changes."""
 _VLLM_GRAPHS = [1, 2, 4, 8, 16, 32, 64, 128]
@@ -35,10 +37,11 @@ class Side:
     Args:
         log: the file for what the engine prints.
         path: a directory of packages that the process finds first.
+        name: what tables call it; by default the engine.
     """
 
-    def __init__(self, job: Job, log: str, path: str | None = None) -> None:
-        self.name, self.rates = job.engine, dict[str, list[float]]()
+    def __init__(self, job: Job, log: str, path: str | None = None, name: str | None = None) -> None:
+        self.name, self.rates = name or job.engine, dict[str, list[float]]()
         self.state = "starting"
         self._news: queue.Queue[list[Any]] = queue.Queue()
         found = [path, os.environ.get("PYTHONPATH")]
@@ -104,28 +107,35 @@ class Side:
         self._news.put(["ended"])
 
 
-def compare(sides: Sequence[Side], loads: Sequence[str], rounds: int, end: float) -> None:
-    """Measure the sides in turns, and print the ratios of the first to the last. `end` is on `time.monotonic`."""
-    while any(side.wait(0.2) == "starting" for side in sides) and time.monotonic() < end - 30:
+def compare(pairs: Sequence[tuple[Side, Side]], loads: Sequence[str], rounds: int, end: float) -> None:
+    """Measure the sides of all pairs in turns, and print the ratios of each pair. `end` is on `time.monotonic`."""
+    sides = [side for pair in pairs for side in pair]
+    reserve = min(20 * len(sides), (end - time.monotonic()) / 2)  # for measuring those that have started by then
+    while any([side.wait(0.2) == "starting" for side in sides]) and time.monotonic() < end - reserve:
         pass
-    print("| workload | engine | output tokens/s | TTFT, ms | ITL, ms |\n|---|---|---|---|---|")
+    print("| workload | engine | output tokens/s | TTFT, ms | ITL, ms |\n|---|---|---|---|---|", flush=True)
     for turn in range(rounds):
         for load in loads:
             for side in sides if turn % 2 == 0 else sides[::-1]:
+                side.wait(0.0)
+                side.measure(load, end - time.monotonic())
+    for side in sides:
+        if not side.rates and side.wait(end - time.monotonic()) == "ready":
+            for load in loads:
                 side.measure(load, end - time.monotonic())
     for load in loads:
-        best = [max(side.rates.get(load, [0.0])) for side in (sides[0], sides[-1])]
-        if all(best):
-            print(f"{load}: {best[0]:,.0f} against {best[1]:,.0f} tokens/s, ratio {best[0] / best[1]:.2f}", flush=True)
+        for pair in pairs:
+            ours, theirs = (max(side.rates.get(load, [0.0])) for side in pair)
+            if ours and theirs:
+                print(f"{load}: {pair[0].name} {ours:,.0f} against {pair[1].name} {theirs:,.0f} tokens/s, ratio"
+                      f" {ours / theirs:.2f}", flush=True)  # fmt: skip
 
 
-def jobs(model: str, ranks: int, repeat: int, config: dict[str, Any] | None, **options: Any) -> list[Job]:
+def jobs(model: str, ranks: int, repeat: int, config: dict[str, Any] | None, **options: Any) -> tuple[Job, Job]:
     """The jobs of nanovllm and vLLM. config: of a preset, for random weights."""
-    both = dict(tensor_parallel_size=ranks) | options
-    return [
-        Job(name, "", model, (), config, both | dict(gpu_memory_utilization=share), repeat)
-        for name, share in _MEMORY.items()
-    ]
+    ours = dict(tensor_parallel_size=ranks, num_kvcache_blocks=_BLOCKS) | options
+    theirs = dict(tensor_parallel_size=ranks, gpu_memory_utilization=_VLLM_MEMORY) | options
+    return Job("nanovllm", "", model, (), config, ours, repeat), Job("vllm", "", model, (), config, theirs, repeat)
 
 
 def serve() -> None:
