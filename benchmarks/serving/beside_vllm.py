@@ -45,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--rounds", type=int, default=2, help="times that each measurement is made")
     p.add_argument("--limit", type=float, default=120, help="seconds for a part, without starts of servers")
     p.add_argument("--start-limit", type=float, default=180, help="seconds until a server is ready")
+    p.add_argument(
+        "--go", type=Path, help="structured and streams: once the servers are ready, wait for this file, so that"
+        " measurements of several models can start together and measure in turns",
+    )  # fmt: skip
     both = p.add_argument_group("the servers")
     both.add_argument("--model", default="qwen3-0.6b", help="a preset, or a directory with weights and a tokenizer")
     both.add_argument("--max-model-len", type=int, default=2048)
@@ -65,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     load.add_argument("--input-len", type=int, default=256, help="tokens of a prompt")
     load.add_argument("--output-len", type=int, default=256, help="tokens of an answer")
     load.add_argument("--per-stream", type=int, default=3, help="requests for each stream")
+    load.add_argument("--rate-requests", type=int, default=64, help="requests at each rate")
     load.add_argument("--vocab-size", type=int, default=10_000, help="prompts are random token ids below this number")
     load.add_argument("--structured", default="128,20,512", help="requests, those that must write JSON, output tokens")
     load.add_argument("--storm", default="20,64", help="seconds of the storm, and its clients")

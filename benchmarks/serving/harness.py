@@ -123,6 +123,16 @@ class Bench:
             return True
         return False
 
+    def wait_for_go(self) -> None:
+        """Wait for the file of --go, at most for the time that a server may take to start."""
+        file, end = self.args.go, time.monotonic() + self.args.start_limit
+        if file is not None:
+            print(f"waits for {file}", flush=True)
+        while file is not None and not file.exists():
+            if time.monotonic() > end:
+                raise PartFailed(f"{file} (--go) is not there after {self.args.start_limit:g} s")
+            time.sleep(0.1)
+
     def launch(self, *sides: str) -> None:
         """Start the processes of several servers at once. Their KV caches need given sizes: none may look for memory
         that another one is about to take."""

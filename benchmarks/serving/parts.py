@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -90,6 +89,7 @@ def std256(bench: Bench) -> None:
 def structured(bench: Bench) -> None:
     if not bench.runs(OURS):
         return
+    bench.wait_for_go()
     deadline = bench.deadline()
     streams, constrained, tokens = numbers("--structured", bench.args.structured, 3)
 
@@ -157,6 +157,7 @@ def streams(bench: Bench) -> None:
     if args.together:
         bench.launch(OURS, peer)
     sides = [side for side in (OURS, peer) if bench.runs(side)]  # one starts after the other: each looks for memory
+    bench.wait_for_go()
     deadline = bench.deadline()
     for turn in range(args.rounds):
         for index, load in enumerate(args.loads.split(",")):
@@ -164,7 +165,7 @@ def streams(bench: Bench) -> None:
             # Other prompts each time, so that none is cached; the same for both sides.
             common += ["--seed", str(1 + turn * 100 + index)]
             if load.endswith("/s"):
-                common += ["--rate", load.removesuffix("/s")]
+                common += ["--rate", load.removesuffix("/s"), "--num-requests", str(args.rate_requests)]
             else:
                 common += [
                     "--concurrency",
@@ -186,5 +187,9 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 def run(bench: Bench, name: str) -> None:
     """Run a part until its time has passed; what fails is a row."""
     print(f"-- {name}", flush=True)
-    with suppress(LimitReached):
+    try:
         PARTS[name](bench)
+    except LimitReached:  # a row says so
+        pass
+    except PartFailed as error:
+        bench.rows.add(name, "", "", 0, {"error": str(error)})
