@@ -1,15 +1,13 @@
 """What the ops give in transformers: `generate` with a static cache, and prefill, before and after `apply`.
 
     python -m benchmarks.adapters_transformers --budget 200              # Qwen3-0.6B and 8B, random weights, on a GPU
-    python -m benchmarks.adapters_transformers --compiled only --budget 200             # the same by torch.compile
     python -m benchmarks.adapters_transformers --models qwen3-0.6b --batches 32 --sides plain,nanovllm --no-parts
 
 Sides: `plain` is transformers; `nanovllm` is after `apply`, and `loop` the same without CUDA graphs; `liger` is
 Liger-Kernel and `kernels` the package kernels with our layers, where they are installed. The sides take turns for
-`--rounds` rounds, and a row shows the best round of each; single ops (`--parts`) and compiled code are timed once. Code
-is compiled as transformers does it: the decode step in `generate` with a static cache, prefill by torch.compile. To
-compile takes minutes, so those models have `--compiled-layers` layers. What would start after `--budget` seconds is
-left out, and named.
+`--rounds` rounds, and a row shows the best round of each. The parts (`--parts`) are `only OP`, one op put in, and `with
+native OP`, all ops put in with the reference of one. What would start after `--budget` seconds is left out, and named.
+`benchmarks.adapters_compiled` measures code of torch.compile.
 
 The share of a decode step is that of the time in which the GPU could read the weights once; that of prefill, of the
 time for the products of the weights at the GPU's measured rate. The difference is of logits after a padded prompt and
@@ -41,7 +39,9 @@ TINY: dict[str, Any] = dict(
 )  # fmt: skip
 LASTING = {"liger": "liger_kernel", "kernels": "kernels"}
 """Sides that cannot be taken back, and the packages that they are."""
-PARTS = [f"only {op}" for op in OPS if op not in ("gelu_and_mul", "attention_decode")]  # the latter is the side `loop`
+_UNUSED = "gelu_and_mul", "attention_decode"  # the latter is the side `loop`
+PARTS = [f"only {op}" for op in OPS if op not in _UNUSED]
+PARTS += [f"with native {op}" for op in OPS if op not in (*_UNUSED, "attention_dense", "rotary_embedding", "embedding")]
 
 
 @dataclass
@@ -56,7 +56,6 @@ class Row:
 
     model: str
     work: str
-    compiled: bool
     side: str
     seconds: float
     speedup: float
@@ -71,17 +70,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--batches", default="1,32")
     p.add_argument("--prompt-len", type=int, default=128)
     p.add_argument("--output-len", type=int, default=32)
+    p.add_argument("--start-len", type=int, default=1, help="tokens that a decode step's time is without")
     p.add_argument("--cache", default="static", choices=["static", "dynamic"], help="of generate")
     p.add_argument("--prefill", default="4x2048", help="batch x tokens; empty: none")
     p.add_argument("--sides", default="plain,nanovllm,loop,liger,kernels")
     p.add_argument("--rounds", type=int, default=2)
-    p.add_argument("--compiled", choices=["no", "only", "also"], default="no", help="with torch.compile")
-    p.add_argument("--compiled-layers", type=int, default=4, help="layers of compiled models; 0: all")
     p.add_argument("--budget", type=float, default=float("inf"), help="seconds after which nothing new is started")
-    p.add_argument("--parts", action=argparse.BooleanOptionalAction, default=True, help="also one op at a time")
+    p.add_argument(
+        "--parts", action=argparse.BooleanOptionalAction, default=True, help="also single ops, in the last batch"
+    )
     p.add_argument("--ops", default="", help="ops=provider,..., instead of the usual ones, for the side nanovllm")
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--json", type=Path, help="keep the rows in this file")
+    p.add_argument("--json", type=Path, help="keep the rows in this file, as they come")
     return p
 
 
@@ -110,6 +110,9 @@ def side_of(model: Any, side: str, ops: dict[str, str] | None) -> Iterator[None]
     if side in ("nanovllm", "loop"):
         with apply(model, ops=ops, cuda_graphs=side == "nanovllm"):
             yield
+    elif side.startswith("with native "):
+        with apply(model, ops=dict.fromkeys(OPS, ()) | {side.removeprefix("with native "): "native"}):
+            yield
     elif side.startswith("only "):
         op = side.removeprefix("only ")
         given = (ops or {}).get(op, ())
@@ -125,8 +128,9 @@ def side_of(model: Any, side: str, ops: dict[str, str] | None) -> Iterator[None]
         elif side == "kernels" and not any("forward" in m.__dict__ for m in model.modules()):
             from kernels import Mode, kernelize, use_kernel_mapping
 
-            with use_kernel_mapping(kernel_mapping(), inherit_mapping=False):
-                kernelize(model, device=model.device.type, mode=Mode.INFERENCE | Mode.TORCH_COMPILE)
+            device = model.device.type
+            with use_kernel_mapping(kernel_mapping((device,)), inherit_mapping=False):
+                kernelize(model, device=device, mode=Mode.INFERENCE | Mode.TORCH_COMPILE)
         yield
 
 
@@ -139,51 +143,57 @@ def available(side: str) -> bool:
     return side not in LASTING or find_spec(LASTING[side]) is not None
 
 
-def forget(model: Any) -> None:
-    """Drop compiled code, which may have been made for another side."""
-    torch._dynamo.reset()
-    model.__dict__.pop("_compiled_call", None)
-
-
-def timed(run: Callable[[], Any], device: str) -> float:
-    """Seconds of one call."""
+def timed(run: Callable[[], Any], device: str, times: int = 1) -> float:
+    """Seconds of a call, the least of several."""
     sync = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
-    sync()
-    start = time.perf_counter()
-    run()
-    sync()
-    return time.perf_counter() - start
+    least = float("inf")
+    for _ in range(times):
+        sync()
+        start = time.perf_counter()
+        run()
+        sync()
+        least = min(least, time.perf_counter() - start)
+    return least
 
 
 class Generating:
-    """`generate` of one token after another: seconds a step, without the prompt's."""
+    """`generate` of one token after another: seconds a step.
 
-    def __init__(self, model: Any, batch: int, args: argparse.Namespace, compiled: bool) -> None:
+    Args:
+        compiled: let transformers compile the step.
+
+    The time of a shorter run, of `start_len` tokens, is taken from that of the whole: of the prompt, and what else is
+    done once, such as to capture a graph.
+    """
+
+    def __init__(self, model: Any, batch: int, args: argparse.Namespace, compiled: bool = False) -> None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(3, model.config.vocab_size, (batch, args.prompt_len), generator=generator)
         self.name = f"generate {batch} x {args.prompt_len} -> {args.output_len}, {args.cache} cache"
         self._model, self._ids, self._args, self._compiled = model, ids.to(args.device), args, compiled
+        self._start = args.start_len
 
-    def _generate(self, tokens: int) -> Any:
+    def generate(self, tokens: int, **options: Any) -> Any:
         return self._model.generate(
             self._ids, attention_mask=torch.ones_like(self._ids), min_new_tokens=tokens, max_new_tokens=tokens,
             do_sample=False, cache_implementation=self._args.cache, disable_compile=not self._compiled, pad_token_id=0,
+            **options,
         )  # fmt: skip
 
     def prepare(self) -> None:
-        self._generate(self._args.output_len)
-        self._generate(1)
+        self.generate(self._args.output_len)
+        self.generate(self._start)
 
-    def seconds(self) -> float:
-        whole = timed(lambda: self._generate(self._args.output_len), self._args.device)
-        first = timed(lambda: self._generate(1), self._args.device)
-        return (whole - first) / max(1, self._args.output_len - 1)
+    def seconds(self, times: int = 1) -> float:
+        whole = timed(lambda: self.generate(self._args.output_len), self._args.device, times)
+        first = timed(lambda: self.generate(self._start), self._args.device, times)
+        return (whole - first) / max(1, self._args.output_len - self._start)
 
 
 class Prefilling:
     """A forward of prompts, without a cache: seconds."""
 
-    def __init__(self, model: Any, batch: int, tokens: int, args: argparse.Namespace, compiled: bool) -> None:
+    def __init__(self, model: Any, batch: int, tokens: int, args: argparse.Namespace, compiled: bool = False) -> None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(3, model.config.vocab_size, (batch, tokens), generator=generator)
         self.name = f"prefill {batch} x {tokens}"
@@ -199,8 +209,8 @@ class Prefilling:
     def logits(self) -> torch.Tensor:
         return self._forward(self._ids, use_cache=False, logits_to_keep=1).logits
 
-    def seconds(self) -> float:
-        return timed(self.logits, self._device)
+    def seconds(self, times: int = 1) -> float:
+        return timed(self.logits, self._device, times)
 
 
 def limit(model: Any, work: Any, device: str) -> float | None:
@@ -236,74 +246,83 @@ def sample_logits(model: Any, device: str) -> torch.Tensor:
 
 
 class Measuring:
-    """The rows of all models and works, as far as the time goes."""
+    """The rows of all models and works, as far as the time goes.
+
+    Attributes:
+        failed: sides that raised an error, such as packages that are for another version of transformers.
+    """
 
     def __init__(self, args: argparse.Namespace, sides: list[str]) -> None:
         self._args, self._sides = args, sides
         self._ops = dict(entry.split("=") for entry in args.ops.split(",") if entry) or None
         self._end = time.perf_counter() + args.budget
-        self._first: dict[tuple[str, str, bool], Row] = {}
+        self._first: dict[tuple[str, str], Row] = {}
         self.rows: list[Row] = []
+        self.failed: set[str] = set()
 
-    def all(self, compiled: list[bool]) -> None:
+    def all(self) -> None:
         """Liger-Kernel changes the module of the model's class, so it comes last."""
-        passing = [side for side in self._sides if side not in LASTING]
-        phases = [(passing, c) for c in compiled] + [(PARTS, False)] * (self._args.parts and False in compiled)
-        phases += [([side], c) for side in ("kernels", "liger") if side in self._sides for c in compiled]
-        for sides, c in phases:
+        phases = [[side for side in self._sides if side not in LASTING]]
+        phases += [["plain", *PARTS]] * self._args.parts
+        phases += [[side] for side in ("kernels", "liger") if side in self._sides]
+        for sides in phases:
             for name in self._args.models.split(","):
-                self._model(name, sides, c)
+                self._model(name, sides)
 
-    def _model(self, name: str, sides: list[str], compiled: bool) -> None:
-        layers = self._args.compiled_layers if compiled else 0
-        label = f"{name}, {layers} layers" if layers else name
-        if self._is_over(f"{label}: {', '.join(sides)}"):
+    def _model(self, name: str, sides: list[str]) -> None:
+        if self._is_over(f"{name}: {', '.join(sides)}"):
             return
-        model = made(name, self._args.device, layers)
-        for make in self._works(compiled)[1 if sides is PARTS else 0 :]:
-            try:
-                self._work(model, label, make, sides, compiled)
-            except Exception as error:  # code of others, for another version of transformers
-                if sides[0] not in LASTING:
-                    raise
-                print(f"left out: {label}: {sides[0]}; {type(error).__name__}: {str(error):.200}", file=sys.stderr)
+        model = made(name, self._args.device)
+        works = self._works()
+        for make in works[len(works) - 1 - bool(self._args.prefill) :] if PARTS[0] in sides else works:
+            self._work(model, name, make, sides)
 
-    def _works(self, compiled: bool) -> list[Callable[[Any], Any]]:
+    def _works(self) -> list[Callable[[Any], Any]]:
         args = self._args
         works: list[Callable[[Any], Any]] = [
-            lambda model, b=int(batch): Generating(model, b, args, compiled) for batch in args.batches.split(",")
+            lambda model, b=int(batch): Generating(model, b, args) for batch in args.batches.split(",")
         ]
         if args.prefill:
             shape = [int(n) for n in args.prefill.split("x")]
-            works.append(lambda model: Prefilling(model, *shape, args, compiled))
+            works.append(lambda model: Prefilling(model, *shape, args))
         return works
 
-    def _work(self, model: Any, name: str, make: Callable[[Any], Any], sides: list[str], compiled: bool) -> None:
-        """Rows of one work. The first of a work is what the others are compared with."""
+    def _work(self, model: Any, name: str, make: Callable[[Any], Any], sides: list[str]) -> None:
+        """Rows of one work. They are compared with the first side's, or with the first row of this work."""
         best: dict[str, float] = {}
         differences: dict[str, torch.Tensor] = {}
         work = make(model)
-        for turn in range(1 if compiled or sides is PARTS else self._args.rounds):
+        for turn in range(self._args.rounds):
             for side in sides:
                 if self._is_over(f"{name}, {work.name}, {side}" if side not in best else ""):
                     continue
-                with side_of(model, side, self._ops):
-                    if not turn:
-                        differences[side] = sample_logits(model, self._args.device)
-                    if compiled:
-                        forget(model)
-                    work.prepare()
-                    seconds = work.seconds()
+                if side in self.failed:
+                    continue
+                try:
+                    with side_of(model, side, self._ops):
+                        if not turn:
+                            differences[side] = sample_logits(model, self._args.device)
+                        work.prepare()
+                        seconds = work.seconds()
+                except Exception as error:  # the others are measured
+                    self.failed.add(side)
+                    print(f"failed: {name}, {work.name}, {side}: {type(error).__name__}: {error}", file=sys.stderr)
+                    continue
                 best[side] = min(best.get(side, seconds), seconds)
         least = limit(model, work, self._args.device)
         for side, seconds in best.items():
-            row = Row(name, work.name, compiled, side, seconds, 1.0, None if least is None else least / seconds, 0.0)
+            row = Row(name, work.name, side, seconds, 1.0, None if least is None else least / seconds, 0.0)
             row.logits = differences[side]
-            base = self._first.setdefault((name, work.name, compiled), row)
+            if side == "plain":
+                self._first[name, work.name] = row
+            base = self._first.setdefault((name, work.name), row)
             row.speedup = base.seconds / seconds
             row.difference = float((row.logits - base.logits).abs().max() / base.logits.abs().max())
             show(row)
             self.rows.append(row)
+        if self._args.json:
+            rows = [{k: v for k, v in vars(row).items() if k != "logits"} for row in self.rows]
+            self._args.json.write_text(json.dumps(rows, indent=1))
 
     def _is_over(self, what: str) -> bool:
         over = time.perf_counter() > self._end
@@ -315,7 +334,7 @@ class Measuring:
 def show(row: Row) -> None:
     share = "" if row.share is None else f"{row.share:.1%}"
     print(
-        f"| {row.model} | {row.work} | {'yes' if row.compiled else 'no'} | {row.side} | {row.seconds * 1e3:.3f} ms "
+        f"| {row.model} | {row.work} | {row.side} | {row.seconds * 1e3:.3f} ms "
         f"| {row.speedup:.2f} | {share} | {row.difference:.1e} |",
         flush=True,
     )
@@ -331,14 +350,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"left out: {side}; transformers finds no {LASTING[side]} of the version that it takes", file=sys.stderr)
     gpu = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     print(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}\n")
-    print("| model | work | compiled | side | time | speedup | of the limit | difference |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | work | side | time | speedup | of the limit | difference |")
+    print("|---|---|---|---|---|---|---|")
     measuring = Measuring(args, sides)
-    measuring.all({"no": [False], "only": [True], "also": [False, True]}[args.compiled])
-    if args.json:
-        rows = [{k: v for k, v in vars(row).items() if k != "logits"} for row in measuring.rows]
-        args.json.write_text(json.dumps(rows, indent=1))
-    return 0
+    measuring.all()
+    return 1 if measuring.failed - set(LASTING) else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def test_rows(tmp_path, capsys):
     file = tmp_path / "rows.json"
     arguments = [
         "--models", "tiny", "--batches", "2", "--prompt-len", "5", "--output-len", "3", "--prefill", "2x6",
-        "--rounds", "1", "--compiled", "no", "--no-parts", "--device", "cpu", "--sides", "plain,nanovllm",
+        "--rounds", "1", "--no-parts", "--device", "cpu", "--sides", "plain,nanovllm",
         "--ops", "rms_norm=native", "--json", str(file),
     ]  # fmt: skip
     assert main(arguments) == 0
@@ -24,7 +24,7 @@ def test_rows(tmp_path, capsys):
         for side in ("plain", "nanovllm")
     ]
     assert all(row["difference"] < 1e-4 and row["share"] is None for row in rows)
-    assert "| tiny | prefill 2 x 6 | no | nanovllm |" in capsys.readouterr().out
+    assert "| tiny | prefill 2 x 6 | nanovllm |" in capsys.readouterr().out
 
 
 def test_a_side_is_taken_back():
@@ -38,4 +38,4 @@ def test_what_there_is_no_time_for_is_named(capsys):
     arguments = ["--models", "tiny", "--batches", "2", "--device", "cpu", "--sides", "plain", "--budget", "0"]
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert "left out: tiny: plain" in err and "left out: tiny: only rms_norm" in err and "| tiny |" not in out
+    assert "left out: tiny: plain" in err and "left out: tiny: plain, only rms_norm" in err and "| tiny |" not in out

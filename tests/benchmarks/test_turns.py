@@ -1,0 +1,156 @@
+"""Processes that are measured in turns: replies, those that end or take too long, what the measurements do then."""
+
+import json
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from benchmarks import adapters_compiled, vllm_plugin
+from benchmarks.turns import Peer
+
+ANSWERS = """
+import subprocess, sys, time
+from benchmarks.turns import serve
+
+def answer(request):
+    print("not a reply")
+    subprocess.run([sys.executable, "-c", "print('nor is this')"])
+    if request == "end":
+        raise RuntimeError("no such GPU")
+    if request == "wait":
+        time.sleep(60)
+    return {"twice": 2 * request}
+
+serve(answer)
+"""
+
+
+@pytest.fixture
+def peer(tmp_path):
+    (tmp_path / "peer.py").write_text(textwrap.dedent(ANSWERS))
+    made = Peer("one", [str(tmp_path / "peer.py")], {"PYTHONPATH": ":".join(sys.path)}, tmp_path / "log")
+    yield made
+    made.stop()
+
+
+def reply(peer, request, seconds=60.0):
+    peer.ask(request)
+    return peer.reply(time.perf_counter() + seconds)
+
+
+def test_replies_are_apart_from_what_is_printed(peer):
+    assert [reply(peer, n) for n in (3, 4)] == [{"twice": 6}, {"twice": 8}]
+    peer.ask(1)
+    peer.ask(2)
+    assert [peer.reply(time.perf_counter() + 60) for _ in range(2)] == [{"twice": 2}, {"twice": 4}]
+    assert "not a reply" in peer.log.read_text() and "nor is this" in peer.log.read_text()
+
+
+def test_one_that_ends_says_why(peer, capsys):
+    assert reply(peer, "end") is None and "RuntimeError: no such GPU" in peer.failure
+    assert "one: it ended" in capsys.readouterr().err
+    assert reply(peer, 1) is None
+
+
+def test_one_that_takes_too_long_is_stopped(peer):
+    assert reply(peer, 1) is not None
+    assert reply(peer, "wait", 0.2) is None and "took too long" in peer.failure
+    assert peer._process.returncode is not None
+
+
+class Standing:
+    """In the place of a `Peer`: replies in order, None for a failure."""
+
+    def __init__(self, label, replies):
+        self.label, self.replies, self.failure, self.asked = label, list(replies), None, []
+
+    def ask(self, request):
+        self.asked.append(request)
+
+    def reply(self, end):
+        found = self.replies.pop(0) if self.replies else None
+        self.failure = "it ended" if found is None else None
+        return found
+
+
+def test_engines_in_turns(capsys, tmp_path):
+    args = vllm_plugin.parser().parse_args(
+        ["--workloads", "bs1", "--rounds", "3", "--json", str(tmp_path / "rows.json")]
+    )
+    first = Standing("0", [[], [1, 9], [1, 10], [1, 20], [1, 30]])
+    second = Standing("1", [["rms_norm"], [1, 9], [1, 11], [1, 21], [1, 31]])
+    third = Standing("bad", [])
+    assert vllm_plugin.measure(args, [first, second, third], float("inf")) == 1
+    out = capsys.readouterr().out
+    assert "1: serves rms_norm" in out and "| bs1 | 0 | 20 | 1.000 | 10, 20, 30 |" in out
+    assert "| bs1 | 1 | 21 | 1.050 | 11, 21, 31 |" in out and "bad" not in out
+    assert [one["seed"] for one in first.asked] == [0, 1, 2, 3]
+    assert '"ratio": 1.05' in (tmp_path / "rows.json").read_text()
+
+
+def test_a_side_that_fails_leaves_the_others(capsys, tmp_path):
+    args = adapters_compiled.parser().parse_args(["--rounds", "2", "--json", str(tmp_path / "rows.json")])
+    turns = adapters_compiled.Turns(args)
+    prepared = {"took": 1.0, "pid": 7, "works": ["prefill"], "graphs": 1, "breaks": 0, "failures": {}}
+    torch.save((None, torch.tensor([1.0, -4.0])), tmp_path / "7-0")
+    torch.save((None, torch.tensor([1.5, -4.0])), tmp_path / "8-0")
+    peers = {
+        "plain": Standing("plain", [prepared, {"seconds": 2.0}, {"seconds": 3.0}]),
+        "nanovllm": Standing("nanovllm", [prepared | {"pid": 8}, {"seconds": 1.0}, {"seconds": 1.0}]),
+        "packed": Standing("packed", [prepared, {"error": "no such kernel"}]),
+        "traced": Standing("traced", [prepared | {"failures": {"0": "no such op"}}]),
+        "eager": Standing("eager", [{"error": "no such model"}]),
+    }
+    ready = turns.ready("m", peers)
+    assert list(ready) == ["plain", "nanovllm", "packed", "traced"]
+    turns.measure("m", peers, ready, tmp_path)
+    out, err = capsys.readouterr()
+    assert "| m | prefill | nanovllm | 1000.000 ms | 1000.000-1000.000 | 2.500 | 1.2e-01 |" in out
+    assert "packed |" not in out and "traced |" not in out and turns.failed
+    for reason in ("no such kernel", "no such op", "no such model"):
+        assert reason in err
+    assert [row["side"] for row in json.loads((tmp_path / "rows.json").read_text())] == ["plain", "nanovllm"]
+
+
+@pytest.mark.parametrize(
+    "tokens, error",
+    [([[1, 2, 3], [4, 5, 6]], 0.5), ([[1, 9, 3], [4, 5, 6]], 0.125), (None, 0.5)],
+)
+def test_logits_are_compared_as_far_as_tokens_are_equal(tokens, error):
+    """[steps, batch, vocabulary]; that of step 2 and sequence 0 is far off."""
+    wanted = torch.ones(3, 2, 4)
+    wanted[0, 1, 0] = 4
+    got = wanted.clone()
+    got[2, 0, 1], got[1, 1, 2] = 3, 1.5
+    if tokens is None:
+        assert adapters_compiled.difference((None, got), (None, wanted)) == error
+    else:
+        given = (torch.tensor(tokens), got), (torch.tensor([[1, 2, 3], [4, 5, 6]]), wanted)
+        assert adapters_compiled.difference(*given) == error
+
+
+@pytest.mark.slow
+def test_a_tiny_model_on_a_cpu(tmp_path, capsys):
+    """Compiled by the backend that runs graphs as they are."""
+    arguments = [
+        "--models", "tiny", "--layers", "1", "--sides", "plain,traced", "--batches", "2", "--prompt-len", "5",
+        "--output-len", "11", "--prefill", "2x6", "--rounds", "1", "--device", "cpu", "--backend", "eager",
+        "--json", str(tmp_path / "rows.json"),
+    ]  # fmt: skip
+    assert adapters_compiled.main(arguments) == 0, capsys.readouterr()
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    assert [(row["work"], row["side"]) for row in rows] == [
+        (work, side) for work in ("generate 2 x 5 -> 11, static cache", "prefill 2 x 6") for side in ("plain", "traced")
+    ]
+    assert all(row["difference"] < 1e-4 for row in rows)
+    assert "tiny, traced: ready" in capsys.readouterr().out
+
+
+def test_an_unknown_side_is_named():
+    with pytest.raises(SystemExit, match="unknown 'fast'; known are plain, nanovllm"):
+        adapters_compiled.main(["--sides", "fast"])
