@@ -1,5 +1,6 @@
 """The plugin in vLLM itself, as far as a CPU goes: its configuration, IR ops, layers and their lowering."""
 
+import json
 import os
 import sys
 from types import ModuleType
@@ -172,3 +173,15 @@ def test_without_a_gpu_it_says_why(monkeypatch):
     plugin.register()
     assert said == ["NANOVLLM_VLLM is set, but nanovllm serves nothing: " + plugin.unsupported()]
     assert priorities(VllmConfig()) == (["native"], ["native"])
+
+
+def test_ops_are_measured_beside_vllms(tmp_path, capsys):
+    from benchmarks import vllm_ops
+
+    file = tmp_path / "rows.json"
+    given = ["--device", "cpu", "--tokens", "3", "--calls", "1", "--rounds", "1", "--json", str(file)]
+    assert vllm_ops.main(given) == 0
+    rows = json.loads(file.read_text())
+    assert {row["op"] for row in rows} == {*plugin.OPS, "rms_norm of heads"}
+    assert all(row["difference"] < 0.02 and row["us"].keys() == {"Inductor", "nanovllm"} for row in rows)
+    assert "CPU, vLLM" in capsys.readouterr().out
