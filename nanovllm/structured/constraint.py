@@ -7,6 +7,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,12 @@ SLOW_MASK_SECONDS, _SLOW_MASKS_SECONDS = 0.01, 0.5
 """Masks slower than the former may take a sequence the latter together; then it ends. All sequences wait for a mask."""
 _PARALLEL_MASKS = 8
 """Masks from which on threads fill them: one in a hundred takes milliseconds, and the device waits if these add up."""
-_STEPS_ALONE = 64
+_THREADS = min(8, os.cpu_count() or 1)
+_STEPS_TIMED = 64
+_IN_STRING = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{n}}}" for n in (*range(1, 11), 30)), f"{_IN_STRING}+")
+"""Sets of tokens that llguidance allows as a whole. Near the end of a string with a `maxLength` it looks at every token
+outside of the set of that length: the lengths below 10, which it lacks by default, make such masks a third cheaper."""
 
 
 class TokenConstraint:
@@ -62,11 +68,12 @@ class TokenConstraint:
 
         mask: [num_words] int32, contiguous.
         """
-        mask[:] = -1
         if self.matcher is None or self.broken:
+            mask[:] = -1
             return
         start = time.thread_time()  # not wall time, which a busy machine stretches
-        self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        # Unlike `unsafe_compute_mask_ptr`, this lets other threads run.
+        mask[:] = np.frombuffer(self.matcher.compute_bitmask(), np.int32, self.num_words)  # it may have another word
         seconds = time.thread_time() - start
         if seconds > SLOW_MASK_SECONDS:
             self._slow_seconds += seconds
@@ -95,30 +102,45 @@ class TokenConstraint:
 
 
 class MaskFiller:
-    """Fills the masks of many constraints, in several threads where that is worth it."""
+    """Fills the masks of many constraints, in several threads where that is worth it.
 
-    def __init__(self) -> None:
+    Args:
+        slow_seconds: when the masks of a step take longer, those of the next steps are timed one by one.
+    """
+
+    def __init__(self, slow_seconds: float = SLOW_MASK_SECONDS) -> None:
+        self._slow_seconds = slow_seconds
         self._executor: Any = None
-        self._steps_alone = 0
-        """Steps in which each mask is timed by itself, since one of them was slow."""
+        """llguidance's threads, which say nothing of the time of a single mask."""
+        self._timed_executor: ThreadPoolExecutor | None = None
+        self._steps_timed = 0
+        """Steps in which each mask is timed, since one of them was slow."""
 
     def fill(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
         """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32."""
         matchers = [(c.matcher, i) for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
-        if len(matchers) < _PARALLEL_MASKS or self._steps_alone:
-            self._steps_alone = max(0, self._steps_alone - 1)
-            for constraint, mask in zip(constraints, masks):
-                constraint.fill(mask)
+        if len(matchers) < _PARALLEL_MASKS:
+            _fill(constraints, masks)
+            return
+        if self._steps_timed:
+            self._steps_timed -= 1
+            self._fill_timed(constraints, masks)
             return
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor(min(8, os.cpu_count() or 1))
+            self._executor = LLExecutor(_THREADS)
         masks[:] = -1
         start = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
-        if time.perf_counter() - start > SLOW_MASK_SECONDS:
-            self._steps_alone = _STEPS_ALONE
+        if time.perf_counter() - start > self._slow_seconds:
+            self._steps_timed = _STEPS_TIMED
+
+    def _fill_timed(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
+        if self._timed_executor is None:
+            self._timed_executor = ThreadPoolExecutor(_THREADS, "mask")
+        starts = range(_THREADS)
+        list(self._timed_executor.map(lambda i: _fill(constraints[i::_THREADS], masks[i::_THREADS]), starts))
 
 
 class ConstraintMaker:
@@ -196,9 +218,15 @@ class ConstraintMaker:
 
             # No end tokens beyond the model's: the grammar would allow them, and they would not end the sequence.
             self._vocabulary = llguidance.hf.from_tokenizer(
-                whole_tokenizer(self._tokenizer), n_vocab=self._size, eos_token=self._end_token_ids
-            )
+                whole_tokenizer(self._tokenizer), n_vocab=self._size, eos_token=self._end_token_ids,
+                slices=list(_SLICES),
+            )  # fmt: skip
         return self._vocabulary
+
+
+def _fill(constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
+    for constraint, mask in zip(constraints, masks):
+        constraint.fill(mask)
 
 
 def _ban(mask: np.ndarray, banned: Iterable[int]) -> None:

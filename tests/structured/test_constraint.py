@@ -66,14 +66,19 @@ def test_completions_have_states_of_their_own(maker):
     assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
 
 
+@pytest.mark.parametrize("slow_seconds", [10, 0])
 @pytest.mark.parametrize("count", [7, 8, 40])  # one after the other, and in threads
-def test_many_masks_are_those_of_single_ones(maker, count):
+def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds):
     constraints = maker.make(SamplingParams(n=count, structured_outputs={"regex": "[ab]{3}c"}))
     output = sorted(ids("ab"))
     for i, constraint in enumerate(constraints):
         constraint.take((output * 2)[: i % 4])
     masks = np.zeros((count, constraints[0].num_words), np.int32)
-    MaskFiller().fill(constraints, masks)
+    filler = MaskFiller(slow_seconds)
+    filler.fill(constraints, masks)
+    if not slow_seconds:
+        masks[:] = 0
+        filler.fill(constraints, masks)  # each is timed, since the first ones were slow
     for mask, constraint in zip(masks, constraints):
         single = np.zeros_like(mask)
         constraint.fill(single)
@@ -84,10 +89,14 @@ def test_many_masks_are_those_of_single_ones(maker, count):
 class SlowMatcher:
     """Takes 50 ms of a processor for a mask."""
 
-    def unsafe_compute_mask_ptr(self, pointer, size):
+    def __init__(self, num_bytes=16):
+        self.num_bytes = num_bytes
+
+    def compute_bitmask(self):
         start = time.thread_time()
         while time.thread_time() < start + 0.05:
             pass
+        return bytes(self.num_bytes)
 
 
 def test_a_sequence_whose_masks_take_long_ends():
@@ -100,7 +109,18 @@ def test_a_sequence_whose_masks_take_long_ends():
     assert "too long" in constraint.error and not constraint.broken  # its masks are right all the same
 
 
-@pytest.mark.parametrize("size", [SIZE - 100, SIZE + 100])
+def test_a_slow_sequence_among_many_is_found(maker):
+    """The threads of llguidance say only that all masks took long; then each is timed."""
+    others = maker.make(SamplingParams(n=11, structured_outputs={"regex": "[ab]+"}))
+    filler, masks = MaskFiller(slow_seconds=0), np.zeros((12, others[0].num_words), np.int32)
+    filler.fill([*others, *maker.make(SamplingParams(structured_outputs={"regex": "[ab]+"}))], masks)
+    slow = TokenConstraint(SlowMatcher(masks[0].nbytes), None, others[0].num_words)
+    for _ in range(12):
+        filler.fill([*others, slow], masks)
+    assert "too long" in slow.error and not any(constraint.error for constraint in others)
+
+
+@pytest.mark.parametrize("size", [SIZE - 100, SIZE + 100, SIZE + -SIZE % 32])
 def test_a_model_with_more_or_fewer_logits_than_tokens(size):
     constraint = one(ConstraintMaker(TOKENIZER, size, [END, SIZE + 5]), structured_outputs={"choice": ["x"]})
     assert constraint.num_words >= size / 32 and allowed(constraint, []) == ids("x")
