@@ -15,6 +15,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from nanovllm.distributed.stillness import Stillness, tell_moves
+
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0
@@ -28,14 +30,15 @@ class RankError(RuntimeError):
 class Processes:
     """One process for each rank from 1 on, which ends when this object or this process does.
 
-    A thread listens to all of them. A process sends (kind, content). The kind "failed" says why the process ends; any
-    other message waits for `receive`.
+    A thread listens to all of them. A process sends (kind, content). The kind "failed" says why the process ends;
+    "moves" and "still" are those of `tell_moves`; any other message waits for `receive`.
 
     Args:
         module: is run as `python -m module FILE_DESCRIPTOR RANK`; it talks over the connection of that descriptor.
         size: ranks, this one included.
         on_failure: called once, by another thread, when a rank has failed or ended: it frees the threads that wait.
         stuck_seconds: a call that waits for a rank has this long to return after the rank has failed.
+        still_seconds: within `watch(True)`, the ranks have failed if none has moved for so long; None: they may wait.
     """
 
     def __init__(
@@ -45,8 +48,9 @@ class Processes:
         environment: dict[str, str],
         on_failure: Callable[[], None],
         stuck_seconds: float = 60.0,
+        still_seconds: float | None = None,
     ) -> None:
-        self._state = _State(size, on_failure, stuck_seconds)
+        self._state = _State(size, on_failure, stuck_seconds, still_seconds)
         # Where the program found its modules, they find theirs.
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         environment = {**os.environ, **environment, "PYTHONPATH": path}
@@ -88,6 +92,7 @@ class Processes:
         state, deadline = self._state, time.monotonic() + timeout
         with state.news:
             while not all(state.inbox.get((rank, kind)) for rank in range(1, state.size)):
+                state.stillness.reset()  # this wait has its own end
                 left = deadline - time.monotonic()
                 if state.failure is None and left <= 0:
                     silent = [rank for rank in range(1, state.size) if not state.inbox.get((rank, kind))]
@@ -118,6 +123,10 @@ class Processes:
         """
         self._state.waiting = expected
 
+    def watch(self, watched: bool) -> None:
+        """Whether this thread is in calls that wait for other ranks, and that nothing else ends if these never come."""
+        self._state.watched = threading.get_ident() if watched else None
+
     def close(self) -> None:
         """End the processes; after a few seconds by force."""
         self._finalizer()
@@ -126,7 +135,9 @@ class Processes:
 class _State:
     """What the listening thread and the others share. It does not hold `Processes`, whose end ends the processes."""
 
-    def __init__(self, size: int, on_failure: Callable[[], None], stuck_seconds: float) -> None:
+    def __init__(
+        self, size: int, on_failure: Callable[[], None], stuck_seconds: float, still_seconds: float | None
+    ) -> None:
         self.size = size
         self.processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
@@ -134,8 +145,13 @@ class _State:
         self.failure: str | None = None
         self.closing = False
         self.waiting = False
+        self.watched: int | None = None
+        self.stillness = Stillness()
+        self.moved = dict.fromkeys(range(1, size), time.monotonic())
+        self.places: dict[int, str] = {}
         self.news = threading.Condition()
-        self._on_failure, self._stuck_seconds = on_failure, stuck_seconds
+        self._on_failure, self._stuck_seconds, self._still_seconds = on_failure, stuck_seconds, still_seconds
+        self.seconds_between_looks = min(1.0, (still_seconds or 10.0) / 10)
 
     def start(self, module: str, rank: int, environment: dict[str, str]) -> None:
         ours, theirs = socket.socketpair()
@@ -157,6 +173,33 @@ class _State:
             for target in (self._free_waiters, self._exit_if_stuck):
                 threading.Thread(target=target, name="failed rank", daemon=True).start()
 
+    def look(self) -> None:
+        """Find out, every second or so, whether all ranks are still."""
+        watched, limit = self.watched, self._still_seconds
+        if watched is None or limit is None:
+            self.stillness.reset()
+            return
+        self.stillness.look(watched)
+        if self.stillness.seconds < limit or time.monotonic() - max(self.moved.values()) < limit:
+            return
+        places = {0: self.stillness.place} | self.places
+        where = ", ".join(f"rank {rank} is in {place}" for rank, place in places.items() if place)
+        with self.news:
+            self.fail(f"the ranks wait for each other, none has moved for {limit:g} s; {where}")
+
+    def heard(self, rank: int, kind: str, content: Any) -> None:
+        """A process has sent a message."""
+        with self.news:
+            if kind == "failed":
+                self.fail(f"rank {rank} of {self.size} {content}")
+            elif kind == "moves":
+                self.moved[rank] = time.monotonic()
+            elif kind == "still":
+                self.places[rank] = content
+            else:
+                self.inbox.setdefault((rank, kind), []).append(content)
+                self.news.notify_all()
+
     def _free_waiters(self) -> None:
         try:
             self._on_failure()
@@ -173,6 +216,23 @@ class _State:
             os._exit(1)
 
 
+class RankConnection(Connection):
+    """The connection of a rank from 1 on to rank 0. Any thread may send."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self._lock = threading.Lock()
+
+    def send(self, obj: Any) -> None:
+        with self._lock:
+            super().send(obj)
+
+    def tell_moves(self, still_seconds: float | None) -> None:
+        """Tell rank 0 whether the main thread moves, if rank 0 wants to know."""
+        if still_seconds is not None:
+            tell_moves(lambda kind, place: self.send((kind, place)), still_seconds)
+
+
 def exit_with_parent() -> None:
     """End this process within a second after its parent, whatever this process waits for then."""
     parent = os.getppid()
@@ -187,9 +247,10 @@ def exit_with_parent() -> None:
 
 def _listen(state: _State) -> None:
     ranks = {connection: rank for rank, connection in enumerate(state.connections, 1)}
+    next_look = 0.0
     while ranks and not state.closing:
         try:
-            ready = wait(list(ranks), 1.0)
+            ready = wait(list(ranks), state.seconds_between_looks)
         except OSError:  # closed meanwhile
             return
         for connection in ready:
@@ -200,12 +261,10 @@ def _listen(state: _State) -> None:
             except (EOFError, OSError):
                 del ranks[connection]
                 kind, content = "failed", _exit_of(state.processes[rank - 1])
-            with state.news:
-                if kind == "failed":
-                    state.fail(f"rank {rank} of {state.size} {content}")
-                else:
-                    state.inbox.setdefault((rank, kind), []).append(content)
-                    state.news.notify_all()
+            state.heard(rank, kind, content)
+        if time.monotonic() >= next_look:
+            state.look()
+            next_look = time.monotonic() + state.seconds_between_looks
 
 
 def _exit_of(process: subprocess.Popen[bytes]) -> str:

@@ -11,13 +11,13 @@ import sys
 from multiprocessing.connection import Connection
 from weakref import WeakValueDictionary
 
-from nanovllm.distributed.processes import exit_with_parent
+from nanovllm.distributed.processes import RankConnection, exit_with_parent
 
 if __name__ == "__main__":
     exit_with_parent()  # before the imports, which take seconds
 
 from nanovllm.engine.llm_engine import LLMEngine  # noqa: E402
-from nanovllm.engine.ranks import AbortRecord, Follower  # noqa: E402
+from nanovllm.engine.ranks import AbortRecord, Follower, still_seconds  # noqa: E402
 from nanovllm.engine.request import Request  # noqa: E402
 
 
@@ -46,13 +46,14 @@ def follow(engine: LLMEngine, connection: Connection) -> None:
 def main() -> None:
     """Run a rank; ends the process."""
     descriptor, rank = map(int, sys.argv[1:])
-    connection = Connection(descriptor)
+    connection = RankConnection(descriptor)
     follower: Follower | None = None
     try:
         config, directory, level = connection.recv()
         level = level if level <= logging.INFO else logging.ERROR  # rank 0 has the same warnings
         logging.basicConfig(level=level, format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
         follower = Follower(rank, config, connection, directory)
+        connection.tell_moves(still_seconds(config, follower.device))
         follow(LLMEngine(config, ranks=follower), connection)
     except (EOFError, ConnectionError):  # rank 0 has ended, or does not want this rank any more
         if follower is not None:

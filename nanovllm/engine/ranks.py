@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.endings import abort, end_groups, leave
 from nanovllm.distributed.group import Group, split_over
 from nanovllm.distributed.processes import Processes, RankError
 from nanovllm.distributed.rendezvous import join
@@ -158,10 +159,13 @@ class Leader(Ranks):
             abort(groups)
 
         # A CPU's collectives end by themselves after that time.
-        stuck = _STUCK_SECONDS if device.type == "cuda" else config.rank_timeout + _STUCK_SECONDS
-        self._processes = Processes("nanovllm.engine.rank_worker", self._size, environment, on_failure, stuck)
+        stuck = min(_STUCK_SECONDS, config.rank_timeout / 3)
+        stuck += config.rank_timeout if device.type == "cpu" else 0
+        self._processes = Processes(
+            "nanovllm.engine.rank_worker", self._size, environment, on_failure, stuck, still_seconds(config, device)
+        )
         self._processes.send((config, self._directory, logger.getEffectiveLevel()))
-        weakref.finalize(self, _leave, self._processes, groups)
+        weakref.finalize(self, leave, self._processes, groups)
 
     @property
     def failure(self) -> str | None:  # type: ignore[override]
@@ -180,8 +184,10 @@ class Leader(Ranks):
             timeout = self._config.rank_timeout
             self._processes.receive("started", timeout, _NOT_STARTED)
             meet = _Meet(self._processes, timeout)
+            self._processes.watch(True)
             group = join(Path(self._directory), 0, self._size, self._device, timeout, meet)
             self._groups.append(group)
+            self._processes.watch(False)  # until the ranks meet: a disk may be slow
             with split_over(group):
                 made = make()
             meet("the engine has started")
@@ -193,6 +199,7 @@ class Leader(Ranks):
         except RankError as e:
             raise RankError(f"{e}; the engine has stopped, make a new one") from None
         with interrupts_deferred(), self._stopped_on_failure():
+            self._processes.watch(True)
             return step()
 
     @contextmanager
@@ -210,11 +217,26 @@ class Leader(Ranks):
                 failure = f"{ranks} did not come to a sum over the ranks for {self._config.rank_timeout:g} s; it hangs"
             self._processes.fail(f"rank 0 of {self._size} failed: {type(error).__name__}: {error}")
             self.close()
-            self._processes.expect_return(False)
+            self._wait_for_device()
+            self._end_of_wait()
             if failure is not None and isinstance(error, RuntimeError):
                 raise RankError(failure) from error
             raise
+        self._end_of_wait()
+
+    def _end_of_wait(self) -> None:
+        self._processes.watch(False)
         self._processes.expect_return(False)
+
+    def _wait_for_device(self) -> None:
+        """After a failure. A program whose GPU waits for a rank that is gone would hang as soon as it uses the GPU; it
+        is ended now, with a message.
+        """
+        if self._device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self._device)
+            except RuntimeError:
+                logger.debug("the GPU has failed", exc_info=True)
 
     def hand_on(self, entries: Sequence[Entry]) -> None:
         news = [
@@ -242,7 +264,7 @@ class Leader(Ranks):
                     )
 
     def close(self) -> None:
-        _end_groups(self._processes, self._groups)
+        end_groups(self._processes, self._groups)
         self._processes.close()
 
 
@@ -260,6 +282,7 @@ class _Meet:
                 theirs, ours = (", ".join(part for part in a if part not in b) for a, b in (both, both[::-1]))
                 raise RankError(f"rank {rank} differs from rank 0: {theirs} instead of {ours}")
         self._processes.send(("go", place))
+        self._processes.watch(True)
 
 
 class Follower(Ranks):
@@ -270,13 +293,14 @@ class Follower(Ranks):
         self._config, self._connection, self._directory = config, connection, directory
         self._digest = ScheduleDigest() if os.environ.get(CHECK_VARIABLE) == "1" else None
         self._group: Group | None = None
+        on_gpu = torch.cuda.is_available() and config.device != "cpu"
+        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
     def started(self, make: Callable[[], T]) -> T:
         config = self._config
-        device = torch.device("cuda", self.rank) if torch.cuda.is_available() and config.device != "cpu" else "cpu"
         size, directory = config.tensor_parallel_size, Path(self._directory)
         self._connection.send(("started", None))
-        group = join(directory, self.rank, size, torch.device(device), config.rank_timeout, self._meet)
+        group = join(directory, self.rank, size, self.device, config.rank_timeout, self._meet)
         self._group = group
         with split_over(group):
             made = make()
@@ -299,28 +323,9 @@ class Follower(Ranks):
                 self._connection.send(("digest", self._digest.value))
 
 
-def abort(groups: Sequence[Group]) -> None:
-    """End the collectives of groups that have lost a rank, so that the threads that wait in them go on."""
-    for group in groups:
-        try:
-            group.process_group.abort()
-        except Exception:  # it was aborted before, or a rank's end has broken it
-            logger.debug("a group was not aborted", exc_info=True)
-
-
-def _end_groups(processes: Processes, groups: Sequence[Group]) -> None:
-    """After a failure another thread aborts: NCCL may wait then for a GPU that waits for a rank that is gone."""
-    for group in groups:
-        group.reset_graphs()
-    if processes.failure is None:
-        abort(groups)
-
-
-def _leave(processes: Processes, groups: list[Group]) -> None:
-    """End the other ranks, which let go of this one's memory, and then the connections to them."""
-    processes.close()
-    _end_groups(processes, groups)
-    groups.clear()  # a group refers to `processes`, these refer to the list: the cycle would keep the group's buffers
+def still_seconds(config: EngineConfig, device: torch.device) -> float | None:
+    """If all ranks wait for so long, they wait for ever: GPUs do. On a CPU each collective ends by itself."""
+    return config.rank_timeout / 2 if device.type == "cuda" else None
 
 
 def check_split(model: ModelConfig, size: int) -> None:

@@ -10,14 +10,13 @@ import os
 import sys
 import tempfile
 import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import SINGLE, split_over
-from nanovllm.distributed.processes import Processes, exit_with_parent
+from nanovllm.distributed.processes import Processes, RankConnection, exit_with_parent
 from nanovllm.distributed.rendezvous import join
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.ranks import Ranks
@@ -60,8 +59,12 @@ def joined(directory, rank, size):
 class Pool:
     """`size` ranks, of which this process is the first."""
 
-    def __init__(self, size):
-        self._processes = Processes("tests.distributed.spmd", size, {"OMP_NUM_THREADS": "1"}, lambda: None, SECONDS)
+    def __init__(self, size, stuck_seconds=SECONDS, still_seconds=None):
+        environment = {"OMP_NUM_THREADS": "1", "STILL_SECONDS": str(still_seconds or "")}
+        self._processes = Processes(
+            "tests.distributed.spmd", size, environment, lambda: None, stuck_seconds, still_seconds
+        )
+        self.pids = self._processes.pids
         self._groups = {1: SINGLE}
 
     def run(self, size, fn, *args):
@@ -74,9 +77,11 @@ class Pool:
         if size > 1:
             self._processes.send((size, fn.__module__, fn.__name__, args))
         self._processes.expect_return(size > 1)  # a kernel that is interpreted would wait for a dead rank for ever
+        self._processes.watch(size > 1)
         try:
             result = fn(self._groups[size], *args)
         finally:
+            self._processes.watch(False)
             self._processes.expect_return(False)
         if size > 1:
             for rank, other in enumerate(self._processes.receive("done", SECONDS, fn.__name__), 1):
@@ -89,7 +94,8 @@ class Pool:
 
 def main():
     exit_with_parent()
-    connection, rank = Connection(int(sys.argv[1])), int(sys.argv[2])
+    connection, rank = RankConnection(int(sys.argv[1])), int(sys.argv[2])
+    connection.tell_moves(float(os.environ["STILL_SECONDS"] or 0) or None)
     groups = {}
     while True:
         size, module, name, args = connection.recv()

@@ -15,7 +15,7 @@ import time
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import ranks
+from nanovllm.distributed import endings
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.kernels.op.registry import temporary
 from tests import tiny
@@ -84,8 +84,8 @@ class CapturedGraph:
 
 def test_graphs_end_before_the_group_that_they_sum_over(directory, monkeypatch):
     """NCCL waits in `abort` until every graph that holds its kernels has ended."""
-    events, abort = [], ranks.abort
-    monkeypatch.setattr(ranks, "abort", lambda groups: (events.append("abort"), abort(groups)))
+    events, abort = [], endings.abort
+    monkeypatch.setattr(endings, "abort", lambda groups: (events.append("abort"), abort(groups)))
     llm = make(directory)
     graph = CapturedGraph(events)
     llm.engine.runner.group.captured.add(graph)
@@ -243,6 +243,45 @@ def test_a_program_that_cannot_be_freed_from_a_dead_rank_ends():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and "rank 1 of 2 was killed by signal 9" in done.stderr, done.stderr
+
+
+STILL = """
+import ctypes, sys, time
+from tests.distributed.spmd import Pool
+
+sleep = ctypes.CDLL(None).sleep  # a call that neither a signal nor an exception ends
+
+def waits(group, seconds):
+    (moves if group.rank else sleep)(seconds)
+
+def moves(seconds):
+    for place in "sleep(0.4)", "pass; sleep(0.35)":  # as different lines of a program
+        exec(f"for _ in range({seconds}):\\n    {place}\\n    sleep(0.1)", {"sleep": time.sleep})
+
+def both_wait(group):
+    sleep(60)
+
+if __name__ == "__main__":
+    import still  # the other rank finds the functions by this name
+    pool = Pool(2, stuck_seconds=0.5, still_seconds=2.5)
+    pool.run(2, still.waits, 5)
+    time.sleep(2)  # nothing is awaited meanwhile
+    print("goes on while a rank moves", *pool.pids, flush=True)
+    pool.run(2, still.both_wait)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_each_other_end(tmp_path):
+    """As GPUs do whose kernels wait for each other, while Python's main threads wait for the GPUs."""
+    (tmp_path / "still.py").write_text(STILL)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "still.py"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    first, _, pid = done.stdout.strip().rpartition(" ")
+    assert done.returncode == 1 and first == "goes on while a rank moves", done.stderr
+    assert "none has moved for 2.5 s" in done.stderr and gone([int(pid)], 3), done.stderr
 
 
 def test_a_rank_that_spins_ends_with_its_parent():

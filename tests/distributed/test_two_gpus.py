@@ -67,6 +67,38 @@ def test_more_ranks_than_gpus(directory):
         answers(directory, 64)
 
 
+SKIPS_A_SUM = """
+from nanovllm.kernels import all_reduce
+from nanovllm.kernels.triton.collectives import all_reduce as of_triton
+calls = []
+@all_reduce.provider("skips a sum")
+def summed(x, group):
+    calls.append(x.shape)
+    skips = group.rank == 1 and len(calls) == 5
+    return x if skips else of_triton.all_reduce(x, group)
+"""
+
+
+def test_a_start_whose_gpus_wait_for_each_other_ends(directory, tmp_path):
+    plugin = tmp_path / "skips.py"
+    plugin.write_text(SKIPS_A_SUM)
+    program = (
+        "from nanovllm import LLM\nfrom nanovllm.distributed.processes import Processes\n"
+        "receive = Processes.receive\n"
+        "def told(self, kind, *rest):\n"
+        "    print(*self.pids, flush=True) if kind == 'started' else None\n"
+        "    return receive(self, kind, *rest)\n"
+        "Processes.receive = told\n"
+        f"LLM({str(directory)!r}, tensor_parallel_size=2, dtype='float32', skip_tokenizer_init=True,\n"
+        "    max_model_len=256, max_num_seqs=16, max_num_batched_tokens=256, num_kvcache_blocks=500,\n"
+        f"    kvcache_block_size=16, kernel_plugins=[{str(plugin)!r}], enforce_eager=True, rank_timeout=20,\n"
+        "    kernel_priority={'all_reduce': ['skips a sum'], 'all_reduce_add_rms_norm': ['native']})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "the ranks wait for each other, none has moved for 10 s" in done.stderr, done.stderr
+    assert not os.path.exists(f"/proc/{int(done.stdout)}")
+
+
 def test_a_rank_that_is_killed_while_a_gpu_waits_for_it(directory):
     program = (
         "import os, signal, sys, threading\nfrom nanovllm import LLM, SamplingParams\n"
