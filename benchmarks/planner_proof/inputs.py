@@ -156,7 +156,7 @@ def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, set
 def _elementwise(
     p: ElementwiseProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any
 ) -> Inputs:
-    from nanovllm.kernels.triton.rows.activation import _activate_and_mul_kernel, _activation_kernel
+    from nanovllm.kernels.triton.rows.activation import activate_and_mul_kernel, activation_kernel
     from nanovllm.kernels.triton.rows.elementwise import _mul_add_kernel
 
     if p.outputs != 1 or p.inputs > 3:
@@ -174,9 +174,9 @@ def _elementwise(
         if p.inputs == 3:
             _mul_add_kernel[(blocks,)](*t, y, n, blocks, n, n, n, block, num_warps=warps, enable_fp_fusion=False)
         elif p.inputs == 2:
-            _activate_and_mul_kernel[(blocks,)](*t, y, n, 2 * n, blocks, "silu", block, num_warps=warps)
+            activate_and_mul_kernel[(blocks,)](*t, y, n, 2 * n, blocks, "silu", block, num_warps=warps)
         else:
-            _activation_kernel[(blocks,)](*t, y, n, n, blocks, "silu", block, num_warps=warps)
+            activation_kernel[(blocks,)](*t, y, n, n, blocks, "silu", block, num_warps=warps)
         return y
 
     def reference(t: Any) -> torch.Tensor:

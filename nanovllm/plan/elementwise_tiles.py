@@ -2,7 +2,7 @@
 
 Such a kernel only waits for memory, so enough bytes must be under way: items per thread x bytes x resident threads
 at least latency x bandwidth (Little's law). Larger blocks waste the end of the grid. Smaller blocks repeat their
-start. The kernels are those of `kernels/triton/rows`: `_activation_kernel` (one input), `_activate_and_mul_kernel`
+start. The kernels are those of `kernels/triton/rows`: `activation_kernel` (one input), `activate_and_mul_kernel`
 (two), `_mul_add_kernel` (three).
 """
 

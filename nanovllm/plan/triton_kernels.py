@@ -96,7 +96,7 @@ def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, devi
     Raises:
         ValueError: no kernel has this number of inputs.
     """
-    from nanovllm.kernels.triton.rows.activation import _activate_and_mul_kernel, _activation_kernel
+    from nanovllm.kernels.triton.rows.activation import activate_and_mul_kernel, activation_kernel
     from nanovllm.kernels.triton.rows.elementwise import _mul_add_kernel
 
     p, element = problem, Pointer(TRITON_TYPE[problem.dtype])
@@ -112,7 +112,7 @@ def compile_elementwise(tile: ElementwiseTile, problem: ElementwiseProblem, devi
         kernel, arguments = _mul_add_kernel, {**dict.fromkeys("abcy", element), **sizes, **strides}
         options = {"enable_fp_fusion": False}
     else:
-        kernel, name = (_activation_kernel, "x") if p.inputs == 1 else (_activate_and_mul_kernel, "gate_up")
+        kernel, name = (activation_kernel, "x") if p.inputs == 1 else (activate_and_mul_kernel, "gate_up")
         stride = _divisible(stride=p.elements * p.inputs)
         arguments, options = {name: element, "y": element, **sizes, **stride}, {}
         constants["KIND"] = "silu"

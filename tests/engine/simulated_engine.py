@@ -34,6 +34,11 @@ class SimulatedRunner:
 
     A step that fails on the device is known to have failed only when it is read: what is launched until then computes
     rubbish.
+
+    Attributes:
+        launched: the steps so far.
+        fail_next: how the next step fails, once: "launch" or "read".
+        refuses: whether to raise at a step before it is launched; asked until it first says so.
     """
 
     device = torch.device("cpu")
@@ -42,11 +47,17 @@ class SimulatedRunner:
         self.num_kvcache_blocks, self.max_num_batched_tokens, self.max_model_len = num_blocks, budget, max_model_len
         self.fast = SimpleNamespace(piggyback=piggyback, reserve_tokens_ahead=32)
         self.simulated = Device(BLOCK)
+        self.launched = []
         self.fail_next = None
+        self.refuses = None
         self.broken = False
         self.seen = set()
 
     def execute(self, step):
+        if self.refuses is not None and self.refuses():
+            self.refuses = None
+            raise Broken("before launching")
+        self.launched.append(step)
         fails, self.fail_next = self.fail_next, None
         if step.kind is StepKind.PIGGYBACKED:
             self.seen.add("piggybacked")

@@ -14,10 +14,12 @@ import torch
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.frontend.progress import ProgressBar
+from nanovllm.kernels.ops import sample
 from tests import tiny
 from tests.engine import small_engine
 from tests.engine.simulated_engine import assert_clean, drain
 from tests.engine.small_engine import generate, random_prompts
+from tests.providers import registered
 
 make = partial(small_engine.make, num_kvcache_blocks=24, max_num_seqs=6, enforce_eager=True, skip_tokenizer_init=False)
 PROMPTS = random_prompts([1, 5, 16, 17, 40, 70, 33, 2])
@@ -30,20 +32,18 @@ def expected(reference):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, monkeypatch, asynchronous):
-    llm = make(directory, async_scheduling=asynchronous)
+def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, asynchronous):
     calls = []
-    execute = llm.engine.runner.execute
 
-    def failing(step):
-        calls.append(step)
+    def failing(*args, **kwargs):
+        calls.append(args)
         if len(calls) == 4:
-            with torch.inference_mode():
-                llm.engine.runner.paged.caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
+            llm.engine.runner.paged.caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
             raise RuntimeError("out of memory")
-        return execute(step)
+        return sample.native(*args, **kwargs)
 
-    monkeypatch.setattr(llm.engine.runner, "execute", failing)
+    with registered("sample", failing):
+        llm = make(directory, async_scheduling=asynchronous, kernel_priority={"sample": ["mine"]})
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_clean(llm.engine)
@@ -156,17 +156,19 @@ def test_an_interrupt_takes_the_progress_bar_back(directory):
         assert_clean(llm.engine)
 
 
-def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(directory, monkeypatch):
-    llm = make(directory)
+def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(directory):
+    fails = []
+
+    def failing(*args, **kwargs):
+        if fails:
+            raise RuntimeError(fails.pop())
+        return sample.native(*args, **kwargs)
+
+    with registered("sample", failing):
+        llm = make(directory, kernel_priority={"sample": ["mine"]})
     stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)
-    execute = llm.engine.runner.execute
-
-    def failing(step):
-        monkeypatch.setattr(llm.engine.runner, "execute", execute)
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(llm.engine.runner, "execute", failing)
+    fails.append("broken")
     with pytest.raises(RuntimeError):
         llm.generate("other", SamplingParams(max_tokens=2), use_tqdm=False)
     with pytest.raises(RuntimeError, match="the output is incomplete"):

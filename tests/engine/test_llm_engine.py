@@ -81,11 +81,9 @@ def test_random_load(asynchronous, failures):
 
 
 @pytest.mark.parametrize("asynchronous, launched_at_first_result", [(False, 1), (True, 2)])
-def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch, asynchronous, launched_at_first_result):
+def test_a_step_is_launched_before_the_one_before_it_is_read(asynchronous, launched_at_first_result):
     engine = simulated_engine(asynchronous=asynchronous)
-    launched = []
-    execute = engine.runner.execute
-    monkeypatch.setattr(engine.runner, "execute", lambda step: launched.append(step) or execute(step))
+    launched = engine.runner.launched
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True))
     while not request.num_output_tokens:
         engine.step()
@@ -99,20 +97,12 @@ def test_a_step_with_nothing_to_do():
     assert engine.step() == [] and not engine.has_unfinished
 
 
-def test_a_failure_while_a_preempted_sequence_waits_for_its_token(monkeypatch):
+def test_a_failure_while_a_preempted_sequence_waits_for_its_token():
     """That token is lost: the sequence would wait for it for ever, and everybody behind it."""
     engine = simulated_engine(num_blocks=4, asynchronous=True, caching=False)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1)
     requests = [engine.add_request(DOCUMENTS[0][:n], params) for n in (20, 21, 22)]
-    execute = engine.runner.execute
-
-    def failing(step):
-        if any(seq.num_pending for seq in engine.scheduler.waiting):
-            monkeypatch.setattr(engine.runner, "execute", execute)
-            raise Broken
-        return execute(step)
-
-    monkeypatch.setattr(engine.runner, "execute", failing)
+    engine.runner.refuses = lambda: any(seq.num_pending for seq in engine.scheduler.waiting)
     with pytest.raises(Broken):
         while engine.has_unfinished:
             engine.step()

@@ -5,6 +5,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from tests import tiny
+from tests.providers import registered
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_LEN = 128
@@ -48,17 +49,14 @@ def refused(error, directory, *words, **arguments):
         assert word in str(caught.value)
 
 
-def say(llm, monkeypatch, text):
-    """Let the model say `text`, and zeros after it, to a single request; returns its tokens."""
-    token_ids = TOKENIZER.encode(text)
-    rest = iter(token_ids)
-    execute = type(llm.engine.runner).execute
+def saying(directory, text, **arguments):
+    """An `LLM` whose model says `text` to its first request, and zeros after it."""
+    rest = iter(TOKENIZER.encode(text))
 
-    def scripted(step):
-        result = execute(llm.engine.runner, step)
-        said = [next(rest, 0) for part in step.parts if part.samples]
-        result.token_ids = lambda: said
-        return result
+    def scripted(logits, *_):
+        token_ids = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        token_ids[0] = next(rest, 0)
+        return token_ids
 
-    monkeypatch.setattr(llm.engine.runner, "execute", scripted)
-    return token_ids
+    with registered("sample", scripted):
+        return make(directory, kernel_priority={"sample": ["mine"]}, **arguments)

@@ -6,7 +6,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from tests import tiny
-from tests.llm.small_llm import GREEDY, MESSAGES, PROMPTS, TOKENIZER, greedy_text, make, say
+from tests.llm.small_llm import GREEDY, MESSAGES, PROMPTS, TOKENIZER, greedy_text, make, saying
 
 
 def test_chat_goes_through_the_template(llm, reference):
@@ -40,10 +40,12 @@ def test_a_stream_is_the_text_in_whole_characters(llm, seed):
     assert "".join(pieces) == out["text"] and len(pieces) > 10 and all(pieces)
 
 
-def test_characters_are_never_cut(llm, monkeypatch):
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_characters_are_never_cut(directory, asynchronous):
     text = "naïve 日本 🤦 ok"
-    token_ids = say(llm, monkeypatch, text)
+    token_ids = TOKENIZER.encode(text)
     assert len(token_ids) > len(text)
+    llm = saying(directory, text, async_scheduling=asynchronous)
     pieces = list(llm.stream("x", SamplingParams(max_tokens=len(token_ids), ignore_eos=True)))
     assert "".join(pieces) == text and not any("\ufffd" in p for p in pieces) and len(pieces) == 10
 

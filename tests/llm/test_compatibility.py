@@ -8,6 +8,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config, EngineConfig
+from nanovllm.kernels.ops import sample
 from tests.llm.small_llm import (
     GREEDY,
     MAX_LEN,
@@ -20,6 +21,7 @@ from tests.llm.small_llm import (
     make,
     refused,
 )
+from tests.providers import registered
 
 PROMPT = "<|user|>hi<|end|><|assistant|>"
 
@@ -224,20 +226,20 @@ def test_methods_of_vllm_that_are_missing_say_what_to_do(llm):
     assert not hasattr(llm, "no_such_thing") and llm.get_default_sampling_params() == SamplingParams()
 
 
-def test_an_interrupt_brings_what_there_is(llm, monkeypatch):
+def test_an_interrupt_brings_what_there_is(directory):
     steps = []
 
-    def step():
+    def interrupted(*args):
         steps.append(None)
         if len(steps) == 4:
             raise KeyboardInterrupt
-        return run_step()
+        return sample.native(*args)
 
-    run_step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", step)
+    with registered("sample", interrupted):
+        llm = make(directory, kernel_priority={"sample": ["mine"]}, async_scheduling=False)
     with pytest.raises(KeyboardInterrupt) as interrupt:
-        llm.generate(PROMPTS[:2], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False)
+        llm.generate(PROMPTS[:2], SamplingParams(seed=1, max_tokens=50, ignore_eos=True), use_tqdm=False)
     outputs = interrupt.value.outputs
     assert [len(out["token_ids"]) for out in outputs] == [3, 3] and all(out["text"] for out in outputs)
-    monkeypatch.undo()
     assert complete(llm, "hello", max_tokens=3)["token_ids"]
+    assert_clean(llm)

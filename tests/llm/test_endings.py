@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from tests import tiny
-from tests.llm.small_llm import GREEDY, MAX_LEN, TOKENIZER, greedy_text, make, say
+from tests.llm.small_llm import GREEDY, MAX_LEN, TOKENIZER, greedy_text, make, saying
 
 
 @pytest.fixture(scope="module")
@@ -107,10 +107,9 @@ def test_the_longest_sequence(llm, reference, length):
     assert out["finish_reason"] == "length" and out["token_ids"] == tiny.greedy(reference, prompt, MAX_LEN - length)
 
 
-def test_special_tokens_in_the_text(llm, monkeypatch):
-    say(llm, monkeypatch, "a<|user|>b<|end|>c")
-    params = dict(max_tokens=5, ignore_eos=True)
-    assert llm.generate("x", SamplingParams(**params), use_tqdm=False)[0]["text"] == "abc"
-    say(llm, monkeypatch, "a<|user|>b<|end|>c")
-    out = llm.generate("x", SamplingParams(**params, skip_special_tokens=False), use_tqdm=False)[0]
-    assert out["text"] == "a<|user|>b<|end|>c"
+def test_special_tokens_in_the_text(directory):
+    text = "a<|user|>b<|end|>c"
+    for skip, expected in ((True, "abc"), (False, text)):
+        llm = saying(directory, text)
+        params = SamplingParams(max_tokens=5, ignore_eos=True, skip_special_tokens=skip)
+        assert llm.generate("x", params, use_tqdm=False)[0]["text"] == expected

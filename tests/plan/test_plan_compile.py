@@ -235,7 +235,7 @@ def test_what_has_no_kernel():
 
 
 def test_arguments_are_named():
-    from nanovllm.kernels.triton.rows.activation import _activation_kernel
+    from nanovllm.kernels.triton.rows.activation import activation_kernel
 
     with pytest.raises(ValueError, match="differing:.*'KIND'"):
-        compile_kernel(_activation_kernel, {"x": Pointer("bf16"), "size": Scalar()}, 90)
+        compile_kernel(activation_kernel, {"x": Pointer("bf16"), "size": Scalar()}, 90)

@@ -71,8 +71,8 @@ def _elementwise(name: str, kernel: str, *more: str) -> Tunable:
     return Tunable(name, key, plans, kernels, batch=("elements", "width"), rounded=rounded)
 
 
-ACTIVATE_AND_MUL = _elementwise("activate_and_mul", "activation:_activate_and_mul_kernel", "kind")
-ACTIVATION = _elementwise("fused_activation", "activation:_activation_kernel", "kind")
+ACTIVATE_AND_MUL = _elementwise("activate_and_mul", "activation:activate_and_mul_kernel", "kind")
+ACTIVATION = _elementwise("fused_activation", "activation:activation_kernel", "kind")
 ADD_ACTIVATION = _elementwise("fused_add_gelu", "elementwise:_add_activation_kernel", "kind")
 MUL_ADD = _elementwise("element_wise_mul_add", "elementwise:_mul_add_kernel")
 EMBEDDING = _elementwise("embedding", "move_rows:_embedding_kernel")

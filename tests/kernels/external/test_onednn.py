@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from nanovllm.kernels import resolve_kernels
 from nanovllm.kernels.external import onednn
+from nanovllm.kernels.op.registry import temporary
 from nanovllm.kernels.op.selection import explain, rank
 from nanovllm.kernels.ops import linear
 
@@ -92,13 +93,20 @@ def test_what_it_does_not_take(weight, reason):
     assert onednn.prepack_linear(weight) is None
 
 
-def test_a_plain_call_has_prepacked_nothing_and_runs_the_reference(monkeypatch):
+@pytest.fixture
+def calls():
+    """The calls of oneDNN's product, by plain calls too."""
     calls, product = [], onednn.linear
-    monkeypatch.setitem(
-        linear.providers, "onednn",
-        dataclasses.replace(linear.providers["onednn"], target=lambda *args: calls.append(args) or product(*args)),
-    )  # fmt: skip
-    monkeypatch.setattr(linear, "remembered", {})
+    recorded = dataclasses.replace(
+        linear.providers["onednn"], target=lambda *args: calls.append(args) or product(*args)
+    )
+    with temporary():
+        linear.providers["onednn"] = recorded
+        linear.remembered.clear()
+        yield calls
+
+
+def test_a_plain_call_has_prepacked_nothing_and_runs_the_reference(calls, monkeypatch):
     x, weight = torch.ones(1, 8), torch.ones(4, 8)
     assert torch.equal(linear(x, weight), torch.full((1, 4), 8.0)) and not calls
     with linear.use("onednn"):

@@ -103,7 +103,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("said", BROKEN)
-def test_a_broken_flash_attention_is_a_reason(site, monkeypatch, said):
+def test_a_broken_flash_attention_is_a_reason(site, monkeypatch, measured, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     site("flash_attn/__init__.py", "flash_attn_interface.py", text=BROKEN[said])
     site("flash_attn_2_cuda.py")
@@ -118,7 +118,7 @@ def test_a_broken_flash_attention_is_a_reason(site, monkeypatch, said):
     for declared in (attention_decode, attention_prefill):
         # Listed with the reason, never the choice, and an error with the reason where it is named.
         assert declared.providers["flash_attn"].support(CUDA) == reason
-        monkeypatch.setattr(selection, "measured_order", lambda name, device: ("flash_attn", "native"))
+        measured(**{declared.name: ["flash_attn", "native"]})
         assert selection.rank(declared, CUDA)[0].name == "native"
         with pytest.raises(ValueError, match="is installed but cannot be imported"):
             declared.require("flash_attn", CUDA, "a user")

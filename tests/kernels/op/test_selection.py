@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
-from nanovllm.kernels.op import selection
 from nanovllm.kernels.op.provider import NATIVE
-from nanovllm.kernels.op.selection import explain, rank
+from nanovllm.kernels.op.selection import decorated_kernels, explain, rank
 
 CPU = torch.device("cpu")
 
@@ -162,11 +161,13 @@ def test_use_holds_within_its_block(rms_norm):
 
 
 def test_what_a_provider_does_not_accept_goes_to_native_with_one_warning(rms_norm, monkeypatch, caplog):
-    choosy = Provider("choosy", lambda x: 2 * x, accepts=lambda x, *_: None if x > 0 else "x must be positive")
+    choosy = Provider("choosy", double_rows, accepts=lambda x, *_: None if (x > 0).all() else "x must be positive")
     monkeypatch.setitem(rms_norm.providers, "choosy", choosy)
-    monkeypatch.setattr(rms_norm, "native", lambda x: -x)
     fn = resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm
-    assert fn(2) == 4 and fn(-2) == 2 and fn(-3) == 3
+    x, *others = ROWS
+    assert torch.equal(fn(x, *others), 2 * x)
+    for negative in (-2 * x, -3 * x):
+        assert torch.equal(fn(negative, *others), rms_norm.native(negative, *others))
     assert [r.message for r in caplog.records].count(
         "rms_norm: choosy does not take these arguments (x must be positive); using native"
     ) == 1
@@ -197,13 +198,10 @@ def test_a_kernel_that_fails_says_where_and_is_not_replaced(rms_norm, monkeypatc
 
 
 def test_the_reference_that_fails_in_place_of_a_choosy_provider_names_itself(rms_norm, monkeypatch):
-    def fails(x, weight, eps):
-        raise RuntimeError("no room")
-
-    monkeypatch.setitem(rms_norm.providers, "choosy", Provider("choosy", fails, accepts=lambda *args: "never"))
-    monkeypatch.setattr(rms_norm, "native", fails)
-    with pytest.raises(KernelError, match="op 'rms_norm', provider 'native', called with .*no room"):
-        resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm(*ROWS)
+    monkeypatch.setitem(rms_norm.providers, "choosy", Provider("choosy", double_rows, accepts=lambda *args: "never"))
+    x, _, eps = ROWS
+    with pytest.raises(KernelError, match="op 'rms_norm', provider 'native', called with .*size of tensor"):
+        resolve_kernels(CPU, True, {"rms_norm": ["choosy"]}).rms_norm(x, torch.ones(5), eps)
 
 
 def test_a_provider_that_cannot_be_imported_is_named(rms_norm, monkeypatch):
@@ -246,7 +244,7 @@ def test_every_choice_can_be_decorated(rms_norm):
 
         return call
 
-    with selection.decorated_kernels(decorate):
+    with decorated_kernels(decorate):
         kernels = resolve_kernels(CPU, True, {"rms_norm": ["fast"]})
     assert torch.equal(kernels.rms_norm(*ROWS), 2 * ROWS[0])
     kernels.softmax(ROWS[0])
@@ -284,14 +282,14 @@ def test_the_order_and_its_reason(rms_norm, monkeypatch):
     assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in explain(rms_norm, CPU)
 
 
-def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, monkeypatch):
+def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, monkeypatch, measured):
     gpu = torch.device("cuda", 0)
     for provider in ("triton", "fast"):
         monkeypatch.setitem(rms_norm.providers, provider, Provider(provider, double_rows))
-    for order, first in [
-        (["fast", "triton", NATIVE], "fast"),
-        (["gone", "elsewhere", NATIVE, "triton"], NATIVE),
-        (None, "triton"),
+    for orders, first in [
+        ({"rms_norm": ["fast", "triton", NATIVE]}, "fast"),
+        ({"rms_norm": ["gone", "elsewhere", NATIVE, "triton"]}, NATIVE),
+        ({}, "triton"),
     ]:
-        monkeypatch.setattr(selection, "measured_order", lambda op, device, order=order: order)
+        measured(**orders)
         assert rank(rms_norm, gpu)[0].name == first

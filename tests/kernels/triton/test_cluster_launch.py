@@ -11,7 +11,7 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.kernels.triton import cluster_launch
 from nanovllm.kernels.triton.parallel_compile import compiling_only
-from nanovllm.kernels.triton.rows.activation import _activation_kernel
+from nanovllm.kernels.triton.rows.activation import activation_kernel
 from nanovllm.tune.launches import recorded
 
 
@@ -54,11 +54,9 @@ def test_the_launcher_gets_the_cluster(launcher, monkeypatch, later):
     if later:
         future = SimpleNamespace(result=lambda: compiled)
         monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *args, **options: future)
-    names = _activation_kernel.arg_names
+    names = activation_kernel.arg_names
     constants = dict(zip(names[2:], range(len(names))))
-    cluster_launch.launch_clusters(
-        _activation_kernel, (1, 2, 3), 8, "x", "y", num_warps=4, launch_pdl=True, **constants
-    )
+    cluster_launch.launch_clusters(activation_kernel, (1, 2, 3), 8, "x", "y", num_warps=4, launch_pdl=True, **constants)
     values = ("x", "y", *range(len(names) - 2))
     ((*given,),) = seen
     assert given[:6] == [1, 2, 3, "stream of 3", "function", (4, 8, 1000)]
@@ -68,13 +66,13 @@ def test_the_launcher_gets_the_cluster(launcher, monkeypatch, later):
 
 def test_nothing_is_launched_where_launches_are_recorded_or_only_compiled(launcher):
     seen, _ = launcher
-    x, constants = torch.zeros(4), dict.fromkeys(_activation_kernel.arg_names[1:])
+    x, constants = torch.zeros(4), dict.fromkeys(activation_kernel.arg_names[1:])
     with recorded() as launches:
-        cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+        cluster_launch.launch_clusters(activation_kernel, (1, 1, 1), 2, x, **constants)
     with recorded(compile=True):
-        cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+        cluster_launch.launch_clusters(activation_kernel, (1, 1, 1), 2, x, **constants)
     with compiling_only(1):
-        cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
-    assert not seen and launches[0].kernel is _activation_kernel
-    cluster_launch.launch_clusters(_activation_kernel, (1, 1, 1), 2, x, **constants)
+        cluster_launch.launch_clusters(activation_kernel, (1, 1, 1), 2, x, **constants)
+    assert not seen and launches[0].kernel is activation_kernel
+    cluster_launch.launch_clusters(activation_kernel, (1, 1, 1), 2, x, **constants)
     assert len(seen) == 1

@@ -18,7 +18,7 @@ from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
 from nanovllm.kernels.triton.parallel_compile import compiling_only
-from nanovllm.kernels.triton.rows.activation import _activation_kernel
+from nanovllm.kernels.triton.rows.activation import activation_kernel
 
 
 def test_launches_only_compile_inside_the_block(monkeypatch):
@@ -30,10 +30,10 @@ def test_launches_only_compile_inside_the_block(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run)
     x = torch.zeros(4)
     with compiling_only(2):
-        _activation_kernel[(1,)](x)
-    _activation_kernel[(1,)](x)
+        activation_kernel[(1,)](x)
+    activation_kernel[(1,)](x)
     assert [(kernel, args, *rest) for kernel, args, *rest in seen] == [
-        (_activation_kernel, (x,), True, True), (_activation_kernel, (x,), False, False),
+        (activation_kernel, (x,), True, True), (activation_kernel, (x,), False, False),
     ]  # fmt: skip
     assert JITFunction.run is run
 
@@ -46,11 +46,11 @@ def test_a_kernel_is_asked_for_once(monkeypatch):
     before = JITFunction._do_compile
     with compiling_only(1):
         for key, device in (("a", 0), ("a", 0), ("b", 0), ("a", 1), ("b", 0)):
-            assert _activation_kernel._do_compile(key, {}, device, [], None, {}, warmup=True) is None
+            assert activation_kernel._do_compile(key, {}, device, [], None, {}, warmup=True) is None
         assert asked == [("a", 0), ("b", 0), ("a", 1)]
     assert JITFunction._do_compile is before
     with compiling_only(1):  # not what an earlier block asked for: its kernels may have been evicted, or failed
-        _activation_kernel._do_compile("a", {}, 0, [], None, {}, warmup=True)
+        activation_kernel._do_compile("a", {}, 0, [], None, {}, warmup=True)
     assert asked[3:] == [("a", 0)]
 
 
@@ -91,7 +91,7 @@ def test_threads_that_overlap_compile_their_own_launches_and_put_back_what_was(m
         with compiling_only(1):
             began.set()
             assert both.wait(60)
-            assert _activation_kernel[(1,)](x) is None
+            assert activation_kernel[(1,)](x) is None
         ended.set()
 
     def second():
@@ -100,12 +100,12 @@ def test_threads_that_overlap_compile_their_own_launches_and_put_back_what_was(m
         with compiling_only(1):
             both.set()
             assert ended.wait(60)
-            assert _activation_kernel[(1,)](x) is None
+            assert activation_kernel[(1,)](x) is None
 
     def third():
         name.set("third")
         assert both.wait(60)
-        assert _activation_kernel[(1,)](x) == "launched"
+        assert activation_kernel[(1,)](x) == "launched"
 
     with ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(call) for call in (first, second, third)]:

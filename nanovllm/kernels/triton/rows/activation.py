@@ -31,7 +31,7 @@ def constant_blocks(blocks: int) -> int:
 
 
 @triton.jit
-def _activate_and_mul_kernel(
+def activate_and_mul_kernel(
     gate_up, y, size, stride, blocks,
     KIND: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr = 0, EVEN: tl.constexpr = False,
     DEPENDENT: tl.constexpr = False,
@@ -74,7 +74,7 @@ def _activate_and_mul(gate_up: torch.Tensor, kind: str, policy: RowPolicy) -> to
             block = largest_block(size, 1024, 512) or min(next_power_of_2(size), 2048)
         blocks = cdiv(size, block)
         early = small_elementwise(y)
-        _activate_and_mul_kernel[(rows * blocks,)](
+        activate_and_mul_kernel[(rows * blocks,)](
             gate_up, y, size, stride, blocks, kind, block, constant_blocks(blocks), size % block == 0, early,
             num_warps=plan.warps if plan else warps_for(block), launch_pdl=early,
         )  # fmt: skip
@@ -99,7 +99,7 @@ def gelu_kind(approximate: str) -> str:
 
 
 @triton.jit
-def _activation_kernel(
+def activation_kernel(
     x, y, size, stride, blocks, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr = False
 ):
     """DEPENDENT: see `small_elementwise`."""
@@ -133,7 +133,7 @@ def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     blocks = cdiv(size, block)
     warps = plan.warps if plan else warps_for(block, most=4)
     early = small_elementwise(y)
-    _activation_kernel[(rows * blocks,)](
+    activation_kernel[(rows * blocks,)](
         x, y, size, stride, blocks, kind, block, early, num_warps=warps, launch_pdl=early
     )
     return y
