@@ -9,6 +9,7 @@ of the logits relative to those with a float32 cache, and the perplexity.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def measure(
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     text = TEXT.read_text(encoding="utf-8")
     dtypes = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
     for dtype, (perplexity, error, same) in measure(str(demo_model_path()), text, NUM_TOKENS, dtypes).items():

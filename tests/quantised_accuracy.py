@@ -7,6 +7,7 @@ published Q4_1 file in float32; they are quantised as `LLM(quantization=...)` do
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -67,6 +68,7 @@ def measure(path: Path, text: str, num_tokens: int) -> dict[str, tuple[float, fl
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     print(f"| weights | perplexity of {NUM_TOKENS} tokens | relative error of the logits | same most likely token |")
     print("|---|---|---|---|")
     for form, (ppl, error, same) in measure(demo_model_path(), TEXT.read_text(encoding="utf-8"), NUM_TOKENS).items():

@@ -15,6 +15,7 @@ import torch
 from nanovllm.cli import main
 from nanovllm.kernels import all_ops
 from tests import tiny
+from tests.providers import registered
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -145,9 +146,12 @@ def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
     assert reasons["native"] is None and reasons["nowhere"] == "No module named 'nanovllm.kernels.nowhere'"
 
 
-@pytest.mark.parametrize("command", ["list", "why softmax", "verify softmax", "bench softmax"])
+@pytest.mark.parametrize(
+    "command",
+    ["kernels list", "kernels why softmax", "kernels verify softmax", "kernels bench softmax", "generate x", "chat"],
+)
 def test_a_plugin_that_cannot_be_loaded_is_an_error(command):
-    done = run_here("kernels", *command.split(), "--kernel-plugin", "missing.py")
+    done = run_here(*command.split(), "--kernel-plugin", "missing.py")
     said = r"^nanovllm: kernel plugin .*missing.py: there is no such file$"
     assert done.returncode == 1 and re.search(said, done.stderr, re.M)
 
@@ -275,18 +279,15 @@ def test_kernels_verify_prints_the_seed_it_drew():
     assert done.returncode and "--jobs" in done.stderr
 
 
-def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path, monkeypatch, capsys):
+def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path, capsys):
     from nanovllm.cli import kernels_bench
-    from nanovllm.kernels.testing import compare
 
-    def measure(declared, candidate, case, where, made=[]):  # noqa: B006
-        if len(made) == 1:
-            raise KeyboardInterrupt
-        made.append(None)
-        return compare.Measurement(declared.name, candidate.name, case, reason="not measured")
+    def interrupted(x, weight, eps):
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "measure", measure)
-    kernels_bench.bench("rms_norm", device="cpu", save=tmp_path / "it.json", dtype="float32")
+    options = dict(device="cpu", dtype="float32", shape=["4x64"], provider=["native", "mine"])
+    with registered("rms_norm", interrupted):
+        kernels_bench.bench("rms_norm", save=tmp_path / "it.json", **options)
     assert "stopped early" in capsys.readouterr().err
     assert len(json.loads((tmp_path / "it.json").read_text())["measurements"]) == 1
 

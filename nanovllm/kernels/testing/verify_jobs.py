@@ -5,10 +5,12 @@ Several processes share the cases. Most of the time on a GPU is compiling kernel
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -259,3 +261,7 @@ def _work(connection: Connection, log: str, tasks: Sequence[Task], setting: Sett
             connection.send((None,))
         except BrokenPipeError:
             pass  # the reader has ended
+    sys.stdout.flush()
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)  # what a plugin's C++ has printed
+    os._exit(0)  # to unload PyTorch would take another half second, in which the command shows nothing

@@ -66,7 +66,8 @@ def plugin(tmp_path):
         yield write
 
 
-def test_whatever_happens_to_processes_the_verdicts_are_those_of_one(plugin, tmp_path):
+def test_whatever_happens_to_processes_the_verdicts_are_those_of_one(plugin, tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # what is printed is kept in buffers
     dies = "WORKER and x.dtype == torch.float16 and x.shape[-1] == 3 and os.kill(os.getpid(), signal.SIGKILL)"
     lacks = f"""
     if WORKER:
@@ -74,8 +75,9 @@ def test_whatever_happens_to_processes_the_verdicts_are_those_of_one(plugin, tmp
             if tried.seek(0) == 0 and str((x.shape, x.dtype)) not in tried.read():
                 print((x.shape, x.dtype), file=tried)
                 raise torch.OutOfMemoryError('no')"""
+    says = "print('said by Python'); ctypes.CDLL(None).printf(b'said by C\\n')"
     wrong = "x = x.clone(); x[-1:, 2:3] += x[-1:, 2:3] * (len(x) == 4)"
-    declared, path = plugin("thrice", wrong=wrong, dying=dies, lacking=lacks)
+    declared, path = plugin("thrice", wrong=wrong, dying=dies, lacking=lacks, talking=says)
     setting = Setting("cpu", (path,), seed=4, quick=True, jobs=2)
     pairs = [("thrice", provider) for provider in declared.providers]
     found = {provider: verdicts for (_, provider), verdicts in verify_in_processes([declared], pairs, setting)}
@@ -89,6 +91,8 @@ def test_whatever_happens_to_processes_the_verdicts_are_those_of_one(plugin, tmp
             ]
         else:
             assert found[name] == alone
+    printed = capfd.readouterr().err
+    assert "said by Python" in printed and "said by C" in printed
     # What lacks memory beside others is verified again, alone.
     assert len((tmp_path / "tried").read_text().splitlines()) == len(found["lacking"])
 
