@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group, split_over
+from nanovllm.weights import safetensors_files
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.loader import load_model
 from nanovllm.weights.safetensors_files import WeightError
@@ -163,6 +164,26 @@ def test_a_rank_without_rows_of_a_small_vocabulary(tmp_path):
     with split_over(Group(3, 4)):
         model = load_model(checkpoint, NATIVE, torch.float32, CPU, 16)
     assert model.model.embed_tokens.weight.eq(0).all() and reference.lm_head.weight.shape[0] == 3
+
+
+def test_a_rank_reads_its_part_of_the_files_alone(tmp_path, monkeypatch):
+    reference = tiny.save(tmp_path, "llama", num_key_value_heads=2, vocab_size=199)
+    iter_tensors, read = safetensors_files.iter_tensors, []
+
+    def counted(*arguments):
+        for name, tensor in iter_tensors(*arguments):
+            read[-1][name] = tensor.numel()
+            yield name, tensor
+
+    monkeypatch.setattr(safetensors_files, "iter_tensors", counted)
+    checkpoint = locate(EngineConfig(str(tmp_path)))
+    for rank in range(2):
+        read.append({})
+        with split_over(Group(rank, 2)):
+            load_model(checkpoint, NATIVE, torch.float32, CPU, 16)
+    for name, whole in reference.state_dict().items():
+        each = [numbers[name] for numbers in read]
+        assert each == [whole.numel()] * 2 if whole.dim() == 1 else sum(each) == whole.numel() and min(each) > 0, name
 
 
 def test_a_tensor_that_occurs_twice(checkpoint):
