@@ -6,13 +6,20 @@ import torch
 pytest.importorskip("triton")
 from nanovllm.kernels.cuda.fp8 import products
 from nanovllm.kernels.cuda.fp8.plan import (
+    BUFFERS,
     CHUNK,
+    HELD_STAGES,
+    HELD_WARPS,
     LEAST_COLUMNS,
     MAX_TOKENS,
     SHARED_BYTES,
     STAGES,
+    TILE_ROWS,
+    WARP_SUMS,
+    Fp8CudaPlan,
     blocks_of_a_multiprocessor,
     plan_fp8_cuda,
+    plan_held,
     shared_bytes,
 )
 from nanovllm.kernels.cuda.packed import library
@@ -65,13 +72,41 @@ def test_values(rows, size, kind, device, launches):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["row", "all", "block", "row of a block"])
+@pytest.mark.parametrize("rows, size", [(1000, 1024), (70, 576), (33, 64), (520, 3904), (24576, 4096), (4096, 12288)])
+def test_values_with_x_in_registers(rows, size, kind, device, launches):
+    weight, scale, values = make(rows, size, kind, device)
+    for tokens in (1, 3, 8):
+        for dtype in (BF16, FP16):
+            x = torch.randn(tokens, size, dtype=dtype, device=device) * 1e-3
+            bias = torch.randn(rows, dtype=dtype, device=device)
+            for sums in (False, True):
+                plan = plan_held(-(-rows // TILE_ROWS), size, sums, 132)
+                assert (plan is None) == (size > 4096 and not sums)
+                if plan is not None:
+                    bias = None if sums else bias
+                    first = products.fp8_product(x, weight, scale, bias, sums=sums, plan=plan)
+                    check(first.sum(0) if sums else first, x, values, bias)
+                    again = [products.fp8_product(x, weight, scale, bias, sums=sums, plan=plan) for _ in range(3)]
+                    assert all(torch.equal(first, other) for other in again)
+            if rows % 2 == 0 and size <= 4096:
+                gated = [
+                    products.fp8_product(x, weight, scale, gated=True, plan=p)
+                    for p in (None, Fp8CudaPlan(1, -(-size // CHUNK), 1))
+                ]
+                torch.testing.assert_close(*gated, rtol=2**-6, atol=1e-4)
+    assert launches
+
+
+@pytest.mark.gpu
 def test_tokens_of_any_magnitude(device):
     weight, scale, values = make(200, 1024, "row", device)
     for scales in ([1e30], [1e-30], [1e30, 1, 1e-30, 0], [1e4] * 8):
         x = torch.randn(len(scales), 1024, dtype=BF16, device=device)
         x[:, 100] *= 1000  # a channel that is larger than the others
         x *= torch.tensor(scales, device=device)[:, None].to(BF16)
-        check(products.fp8_product(x, weight, scale, sums=True).sum(0), x, values)
+        for plan in (None, Fp8CudaPlan(1, 4, 1)):
+            check(products.fp8_product(x, weight, scale, sums=True, plan=plan).sum(0), x, values)
 
 
 @pytest.mark.gpu
@@ -127,6 +162,9 @@ def test_what_is_taken_has_room(tokens, size):
     header = (library.FP8_FOLDER / "interface.cuh").read_text()
     assert f"MAX_TOKENS = {MAX_TOKENS};" in header and f"CHUNK = {CHUNK};" in header
     assert f"STAGES = {STAGES};" in header
+    held = (library.FP8_FOLDER / "held.cuh").read_text()
+    for name, value in (("HELD_STAGES", HELD_STAGES), ("BUFFERS", BUFFERS), ("WARP_SUMS", WARP_SUMS)):
+        assert f"{name} = {value};" in held
     x = torch.zeros(tokens, size, dtype=BF16)
     weight = torch.zeros(32, size, dtype=torch.uint8).view(torch.float8_e4m3fn)
     for sums in (False, True):
@@ -135,9 +173,26 @@ def test_what_is_taken_has_room(tokens, size):
         assert 1 <= plan.splits <= chunks and (sums or plan.splits == 1)
         if products.runs(x, weight, sums):
             bytes_of_a_block = shared_bytes(plan, tokens, -(-chunks // plan.splits))
-            blocks = blocks_of_a_multiprocessor(bytes_of_a_block)
+            blocks = blocks_of_a_multiprocessor(plan, bytes_of_a_block)
             assert blocks * (bytes_of_a_block + 1024) <= SHARED_BYTES + 1024
     assert products.runs(x, weight, sums=True) and (size > 4096 or products.runs(x, weight))
+
+
+@pytest.mark.parametrize("size", [64, 576, 1024, 4096, 5120, 12288, 32768])
+@pytest.mark.parametrize("tiles", [1, 64, 256, 1536])
+def test_plans_that_hold_x_have_room_for_all_columns(tiles, size):
+    chunks = -(-size // CHUNK)
+    for sums in (False, True):
+        plan = plan_held(tiles, size, sums, 132)
+        if plan is None:
+            assert not sums and size > 4096
+            continue
+        split_chunks = -(-chunks // plan.splits)
+        assert plan.turns * plan.warps >= split_chunks and plan.warps <= HELD_WARPS and (sums or plan.splits == 1)
+        assert sums is False or tiles * plan.splits >= 132 or split_chunks <= 2
+        bytes_of_a_block = shared_bytes(plan, 8, split_chunks)
+        blocks = blocks_of_a_multiprocessor(plan, bytes_of_a_block)
+        assert blocks * (bytes_of_a_block + 1024) <= SHARED_BYTES + 1024 and blocks * plan.warps <= HELD_WARPS
 
 
 def test_what_is_taken():

@@ -1,9 +1,9 @@
-#include "product.cuh"
+#include "held.cuh"
 
 namespace nanovllm::fp8 {
 
 cudaError_t float16_product(const Product& p, const Launch& how, bool columns, cudaStream_t stream) {
-  return columns ? launch<__half, true>(p, how, stream) : launch<__half, false>(p, how, stream);
+  return launch(columns ? kernel<__half, true>(how) : kernel<__half, false>(how), p, how, stream);
 }
 
 }  // namespace nanovllm::fp8

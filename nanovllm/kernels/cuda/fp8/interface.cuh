@@ -26,11 +26,13 @@ struct Product {
 struct Launch {
   int32_t blocks;  // a split
   int32_t splits, warps, shared_bytes;
+  int32_t turns;   // chunks of columns of a warp, whose x it holds in registers; 0: x is in shared memory
+  int32_t stages;  // chunks of a warp that are on their way; with x in shared memory STAGES
 };
 
 constexpr int MAX_TOKENS = 8;
 constexpr int CHUNK = 256;  // columns that a warp reads at a time
-constexpr int STAGES = 2;   // chunks of a warp that are on their way
+constexpr int STAGES = 2;   // chunks of a warp that are on their way, with x in shared memory
 
 // Enqueue the product. columns: scales are of 128 columns, else of whole rows. The sources hold one type of x each.
 cudaError_t bfloat16_product(const Product&, const Launch&, bool columns, cudaStream_t);

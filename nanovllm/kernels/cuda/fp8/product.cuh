@@ -287,9 +287,7 @@ __global__ void __launch_bounds__(256, 2) product_kernel(const __grid_constant__
   wait_groups<0>();
 }
 
-template <typename T, bool BLOCKS>
-cudaError_t launch(const Product& p, const Launch& how, cudaStream_t stream) {
-  const auto kernel = product_kernel<T, BLOCKS>;
+inline cudaError_t launch(void (*kernel)(Product), const Product& p, const Launch& how, cudaStream_t stream) {
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};

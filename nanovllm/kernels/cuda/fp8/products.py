@@ -6,9 +6,11 @@ import torch
 
 from nanovllm.kernels.cuda.fp8.plan import (
     CHUNK,
+    HELD_STAGES,
     LEAST_COLUMNS,
     MAX_TOKENS,
     SHARED_BYTES,
+    STAGES,
     TILE_ROWS,
     Fp8CudaPlan,
     blocks_of_a_multiprocessor,
@@ -71,10 +73,10 @@ def fp8_product(
         y = torch.empty((tokens, rows // (1 + gated)), dtype=x.dtype, device=x.device)
     tiles = cdiv(y.shape[-1], TILE_ROWS // (1 + gated))
     shared = shared_bytes(plan, tokens, split_chunks)
-    blocks = max(1, min(tiles, blocks_of_a_multiprocessor(shared) * num_sms(x) // splits))
+    blocks = max(1, min(tiles, blocks_of_a_multiprocessor(plan, shared) * num_sms(x) // splits))
     numbers = (
         stride, weight.stride(0), scale.stride(0), shift, tokens, rows, size, tiles, split_chunks, gated, sums, blocks,
-        splits, plan.warps, shared,
+        splits, plan.warps, shared, plan.turns, HELD_STAGES if plan.turns else STAGES,
     )  # fmt: skip
     product_kernel(x.device, FP8_FOLDER)(x, weight, scale, adjacent(bias), y, numbers)
     return y
