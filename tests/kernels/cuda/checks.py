@@ -58,10 +58,11 @@ def replayed(call, x):
 
 
 def nvcc(*arguments):
-    """Run it; the test is skipped without it."""
+    """What it prints to stderr; the test is skipped without it."""
     if build.toolchain_reason() is not None and build.cuda_home() is None:
         pytest.skip("needs nvcc")
-    subprocess.run([build.cuda_home() / "bin" / "nvcc", "-std=c++17", *arguments], check=True)
+    command = [build.cuda_home() / "bin" / "nvcc", "-std=c++17", *arguments]
+    return subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
 
 
 def check_machine_code(source, arch, folder, instructions, load, wait=str.rindex):
@@ -76,3 +77,12 @@ def check_machine_code(source, arch, folder, instructions, load, wait=str.rindex
     for ptx in kernels:
         assert all(instruction in ptx for instruction in instructions)
         assert ptx.index(load) < wait(ptx, "griddepcontrol.wait")
+
+
+def resources_of_kernels(source, arch, folder):
+    """[(registers of a thread, bytes of stack, bytes spilled)] of every kernel of a file."""
+    said = nvcc("-O3", f"-arch={arch}", "-cubin", "-Xptxas", "-v", "-o", folder / "kernels.cubin", source)
+    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
+    registers = re.findall(r"Used (\d+) registers", said)
+    assert len(stacks) == len(registers) > 0
+    return [(int(r), int(s), int(a) + int(b)) for r, (s, a, b) in zip(registers, stacks, strict=True)]

@@ -15,13 +15,14 @@ namespace {
 // numbers: the fields of Product from x_stride on, then those of Launch.
 void product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& scale, const std::optional<at::Tensor>& bias,
              at::Tensor y, at::IntArrayRef numbers) {
-  TORCH_CHECK_VALUE(numbers.size() == 17, "numbers: expected 17");
+  TORCH_CHECK_VALUE(numbers.size() == 16, "numbers: expected 16");
   const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
   const Product p{x.const_data_ptr(), static_cast<const uint8_t*>(weight.const_data_ptr()), scale.const_data_ptr<float>(),
                   bias ? bias->const_data_ptr() : nullptr, y.mutable_data_ptr(), numbers[0], static_cast<uint32_t>(numbers[1]),
                   static_cast<uint32_t>(numbers[2]), n(3), n(4), n(5), n(6), n(7), n(8), n(9), n(10)};
   TORCH_CHECK_VALUE(p.tokens >= 1 && p.tokens <= MAX_TOKENS, "x: expected 1 to ", MAX_TOKENS, " tokens");
-  const Launch how{n(11), n(12), n(13), n(14), n(15), n(16)};
+  const Launch how{n(11), n(12), n(13), n(14), n(15)};
+  TORCH_CHECK_VALUE(how.turns == 1 || how.turns == 2, "turns: expected 1 or 2");
   const bool columns = scale.size(1) > 1;
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();

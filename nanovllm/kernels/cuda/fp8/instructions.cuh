@@ -23,19 +23,25 @@ __device__ __forceinline__ uint4 load_shared(uint32_t at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
 }
-__device__ __forceinline__ void store_shared(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+__device__ __forceinline__ void store_shared(uint32_t at, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(at), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
-__device__ __forceinline__ void store_shared(uint32_t at, uint32_t a) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(a) : "memory");
-}
-__device__ __forceinline__ uint32_t load_shared32(uint32_t at) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at));
+__device__ __forceinline__ float4 load_shared_floats(uint32_t at) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
   return v;
 }
-__device__ __forceinline__ void max_shared(uint32_t at, uint32_t v) {
-  asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory");
+__device__ __forceinline__ void init_barrier(uint32_t at, uint32_t count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
+}
+__device__ __forceinline__ void arrive(uint32_t at) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void wait_for(uint32_t at, uint32_t parity) {
+  asm volatile(
+      "{\n .reg .pred done;\n"
+      "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @done bra.uni over;\n bra.uni again;\n over:\n}"
+      ::"r"(at), "r"(parity) : "memory");
 }
 __device__ __forceinline__ float load_constant(const float* p) {
   float v;
@@ -57,13 +63,7 @@ __device__ __forceinline__ void widen(uint32_t word, uint32_t& low, uint32_t& hi
   asm("{ .reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b; }"
       : "=r"(low), "=r"(high) : "r"(word));
 }
-__device__ __forceinline__ uint32_t pack_half(float low, float high) {
-  uint32_t d;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
-__device__ __forceinline__ uint32_t max_of_warp(uint32_t v) { return __reduce_max_sync(0xffffffffu, v); }
 
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

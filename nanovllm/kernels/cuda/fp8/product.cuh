@@ -5,10 +5,11 @@
 // instruction makes two float16 of two of them, exactly. (`mma` of 8-bit floats does the same on Hopper, and would need x in 8
 // bits.) x in bfloat16 becomes float16 by a power of two for each token and warp.
 //
-// A block takes tiles of 16 rows in turns. Its warps share the columns, and each has a ring of STAGES chunks of 16 rows x CHUNK
-// columns on their way to shared memory, across tiles. Lanes read what others of their warp have copied, but no warp waits for
-// another before the end of a tile, where their sums are added in order. The first weights are asked for before the kernel in
-// front has ended.
+// A block takes tiles of 16 rows in turns. Its warps share the columns. A lane holds its columns of its token in registers for
+// the whole of the kernel, TURNS chunks a warp, so shared memory is left to weights on their way: each warp has a ring of
+// STAGES chunks of 16 rows x CHUNK columns, across tiles. Lanes read what others of their warp have copied, but warps do not
+// wait for each other: sums of a tile lie in one of BUFFERS buffers until a warp, another one for each tile, has added them in
+// order. The first weights are asked for before the kernel in front has ended.
 #pragma once
 
 #include "instructions.cuh"
@@ -33,261 +34,257 @@ constexpr bool IS_HALF = false;
 template <>
 constexpr bool IS_HALF<__half> = true;
 
-constexpr int SUMS_PITCH = 20;  // floats of 16 rows of a token, so that the lanes of a warp are in different banks
+// Grid [blocks, splits]. A block has as many warps as divide the columns of a split into TURNS chunks or fewer each. BLOCKS:
+// scales are of 128 columns, else of whole rows.
+static_assert(CHUNK == 256, "a warp copies two rows of a chunk at once");
 
-// Shared memory: x, the rings, and the warps' sums in two buffers. BLOCKS: scales are of 128 columns, else of whole rows.
-static_assert(CHUNK == 256, "a warp copies two rows of a chunk, or a chunk of a token, at once");
-
-template <typename T, bool BLOCKS>
-__global__ void __launch_bounds__(256, 2) product_kernel(const __grid_constant__ Product p) {
+template <typename T, bool BLOCKS, int TURNS>
+__global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_constant__ Product p) {
+  constexpr int AT_ONCE = TURNS == 1 ? 4 : 2;  // steps whose weights are in registers at a time
   constexpr int STEPS = CHUNK / 64;      // of 64 columns: 16 bytes of each of the four lanes that share a row
   constexpr int STAGE = 16 * CHUNK;      // bytes
   constexpr int ROW_LANES = CHUNK / 16;  // lanes that copy a row
   constexpr int ROWS = 32 / ROW_LANES;   // that a warp copies at once
   constexpr int COPIES = 16 / ROWS;
+  constexpr int GROUPS = CHUNK / 128;
   extern __shared__ __align__(128) uint8_t shared[];
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int g = lane >> 2, t = lane & 3;
   const int tokens = p.tokens, half = p.rows >> 1;
-  const int first_chunk = blockIdx.y * p.split_chunks;
-  const int first_column = first_chunk * CHUNK;
-  const int columns = min(p.columns - first_column, p.split_chunks * CHUNK);  // of this split
-  const int chunks = (columns + CHUNK - 1) / CHUNK;
-  const int turns = (chunks - warp + warps - 1) / warps;  // of this warp: chunks warp, warp + warps, ...
+  const int first_column = blockIdx.y * p.split_chunks * CHUNK;
+  const int end_column = min(p.columns, first_column + p.split_chunks * CHUNK);
+  const int chunk = (warp + blockIdx.x) % warps;  // and `warps` further: so that blocks read different parts of x at a time
+  const int warp_column = first_column + chunk * CHUNK;
 
-  const uint32_t x_shared = shared_address(shared);
-  const uint32_t x_pitch = chunks * (CHUNK * 2) + 16;  // bytes
-  const uint32_t ring = x_shared + ((tokens * x_pitch + 127) & ~127u);
-  float* const sums = reinterpret_cast<float*>(shared + (ring - x_shared) + warps * (STAGES * STAGE));
+  const uint32_t ring = shared_address(shared) + warp * (STAGES * STAGE), ring_end = ring + STAGES * STAGE;
+  const uint32_t sums = shared_address(shared) + warps * (STAGES * STAGE);
+  const uint32_t full = sums + BUFFERS * warps * WARP_SUMS, empty = full + BUFFERS * 8;
 
   // Weights: row r and 16 bytes c of it are at r * CHUNK + (c ^ 4 * (r & 1)) * 16, so that lanes read them from different banks.
-  const uint32_t ring_first = ring + warp * (STAGES * STAGE), ring_end = ring_first + STAGES * STAGE;
   const uint32_t copy_to = (lane / ROW_LANES) * CHUNK + ((lane % ROW_LANES) ^ (4 * ((lane / ROW_LANES) & 1))) * 16;
   const int limit0 = (p.gated ? half : p.rows) - 1, limit1 = p.rows - 1;
   auto row_of = [&](int tile, int r) {  // r: 0 to 15
     return p.gated ? min(tile * 8 + (r & 7), limit0) + (r >> 3) * half : min(tile * 16 + r, limit1);
   };
-  uint32_t row_at[COPIES];
   int next_tile = blockIdx.x, next_turn = 0;
-  auto find_rows = [&]() {
-#pragma unroll
-    for (int j = 0; j < COPIES; ++j) row_at[j] = uint32_t(row_of(next_tile, j * ROWS + lane / ROW_LANES)) * p.weight_stride;
-  };
   auto issue = [&](uint32_t slot) {
-    if (next_tile < p.tiles && turns > 0) {
-      const int column = first_column + (next_turn * warps + warp) * CHUNK + (lane % ROW_LANES) * 16;
-      const uint32_t size = column < p.columns ? 16 : 0;
+    if (next_tile < p.tiles) {
+      const int column = warp_column + next_turn * warps * CHUNK + (lane % ROW_LANES) * 16;
+      const uint32_t size = column < end_column ? 16 : 0;
       const uint8_t* from = p.weight + (size ? column : 0);
 #pragma unroll
-      for (int j = 0; j < COPIES; ++j) copy16(slot + copy_to + j * (ROWS * CHUNK), from + row_at[j], size);
-      if (++next_turn == turns) {
+      for (int j = 0; j < COPIES; ++j) {
+        const uint32_t row = row_of(next_tile, j * ROWS + lane / ROW_LANES);
+        copy16(slot + copy_to + j * (ROWS * CHUNK), from + row * p.weight_stride, size);
+      }
+      if (++next_turn == TURNS) {
         next_turn = 0;
         next_tile += gridDim.x;
-        if (next_tile < p.tiles) find_rows();
       }
     }
     commit();
   };
-  find_rows();
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) issue(ring_first + s * STAGE);
+  for (int s = 0; s < STAGES; ++s) issue(ring + s * STAGE);
   launch_dependents();
+  if (threadIdx.x < BUFFERS) {
+    init_barrier(full + threadIdx.x * 8, warps);
+    init_barrier(empty + threadIdx.x * 8, 1);
+  }
+  __syncthreads();
   wait_for_dependencies();
 
-  // x of this warp's columns, as float16, in pieces of 16 bytes of each lane: a chunk of a token. bfloat16 times a power of two,
-  // which brings a token's largest number of the warp into [2^14, 2^15), is a float16: another exponent, and three bits more.
-  // What is less than 2^-29 of the largest becomes 0. Exponents are where the warp's sums will be.
-  constexpr int BATCH = IS_HALF<T> ? 8 : 16;  // what eight tokens have in registers is read once
-  const uint32_t exponents = shared_address(sums) + warp * (tokens * SUMS_PITCH * 4);
-  const int pieces = tokens * turns;
-  uint4 v[BATCH];
-  auto each_piece = [&](int first, auto&& f) {  // f(index in the batch, token, column of the lane) for a batch of pieces
-    // Blocks begin with different tokens, so that they read different parts of L2.
-    int token = (first / turns + blockIdx.x) % tokens, turn = first % turns;
+  // Of tokens that do not exist any other's will do: their sums are not stored.
+  uint32_t x[TURNS][STEPS][8];
+  const T* const of_token = static_cast<const T*>(p.x) + min(g, tokens - 1) * p.x_stride;
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      if (first + i < pieces) f(i, token, (turn * warps + warp) * CHUNK + lane * 8);
-      if (++turn == turns) {
-        turn = 0;
-        token = token + 1 == tokens ? 0 : token + 1;
-      }
+  for (int turn = 0; turn < TURNS; ++turn) {
+#pragma unroll
+    for (int s = 0; s < STEPS; ++s) {
+      const int column = warp_column + turn * warps * CHUNK + s * 64 + t * 16;
+      uint4 low{}, high{};
+      if (column < end_column) low = load_global(of_token + column), high = load_global(of_token + column + 8);
+      x[turn][s][0] = low.x, x[turn][s][1] = low.y, x[turn][s][2] = low.z, x[turn][s][3] = low.w;
+      x[turn][s][4] = high.x, x[turn][s][5] = high.y, x[turn][s][6] = high.z, x[turn][s][7] = high.w;
     }
-  };
-  auto load_piece = [&](int i, int token, int column) {
-    v[i] = {};
-    if (column < columns) v[i] = load_global(static_cast<const T*>(p.x) + token * p.x_stride + first_column + column);
-  };
-  if constexpr (!IS_HALF<T>) {
-    if (lane < tokens) store_shared(exponents + lane * 4, 29);
-    __syncwarp();
-    for (int first = 0; first < pieces; first += BATCH) {
-      uint32_t largest = 0, at = 0;  // of piece `lane`
-      each_piece(first, load_piece);
-      each_piece(first, [&](int i, int token, int) {
-        auto absolute = [](uint32_t two) { return two & 0x7fff7fff; };
-        const uint32_t low = max_halves(absolute(v[i].x), absolute(v[i].y)), high = max_halves(absolute(v[i].z), absolute(v[i].w));
-        const uint32_t two = max_halves(low, high), one = max_of_warp(max(two >> 16, two & 0xffff));
-        largest = lane == i ? one : largest;
-        at = lane == i ? token : at;
-      });
-      if (lane < pieces - first && lane < BATCH) max_shared(exponents + at * 4, largest >> 7);
-    }
-    __syncwarp();
   }
-  for (int first = 0; first < pieces; first += BATCH) {
-    if (IS_HALF<T> || pieces > BATCH) each_piece(first, load_piece);
-    each_piece(first, [&](int i, int token, int column) {
-      const uint32_t to = x_shared + token * x_pitch + column * 2;
-      if constexpr (IS_HALF<T>) {
-        store_shared(to, v[i].x, v[i].y, v[i].z, v[i].w);
-      } else {
-        const uint32_t least = (load_shared32(exponents + token * 4) - 29) * 0x00800080u;  // in each half
-        auto convert = [&](uint32_t two) { return (max_halves(two & 0x7fff7fff, least) - least) * 8 | (two & 0x80008000u); };
-        store_shared(to, convert(v[i].x), convert(v[i].y), convert(v[i].z), convert(v[i].w));
-      }
-    });
-  }
-  float inverse[2];  // of the tokens of this lane's sums
+  // bfloat16 times a power of two, which brings a token's largest number of the warp into [2^14, 2^15), is a float16: another
+  // exponent, and three bits more. What is less than 2^-29 of the largest becomes 0.
+  float inverse[2] = {1, 1};  // of the tokens of this lane's sums
   if constexpr (!IS_HALF<T>) {
+    uint32_t two = 0;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn)
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) two = max_halves(two, x[turn][s][i] & 0x7fff7fff);
+    uint32_t exponent = max(29u, max(two >> 16, two & 0xffff) >> 7);
+    exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 1));
+    exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 2));
+    const uint32_t least = (exponent - 29) * 0x00800080u;  // in each half
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn)
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const uint32_t v = x[turn][s][i];
+          x[turn][s][i] = (max_halves(v & 0x7fff7fff, least) * 8 - least * 8) | (v & 0x80008000u);
+        }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {  // infinity and NaN, which no power of two brings there, give NaN
-      const uint32_t exponent = load_shared32(exponents + min(2 * t + e, tokens - 1) * 4);
-      inverse[e] = __uint_as_float(exponent == 255 ? 0x7fffffff : (exponent - 14) << 23);
+      const uint32_t of_sum = __shfl_sync(0xffffffffu, exponent, (2 * t + e) * 4);
+      inverse[e] = __uint_as_float(of_sum == 255 ? 0x7fffffff : (of_sum - 14) << 23);
     }
   }
-  __syncwarp();
 
-  // Of tokens that do not exist any other's will do: their sums are not stored.
-  const uint32_t x_lane = x_shared + min(g, tokens - 1) * x_pitch + warp * (CHUNK * 2) + t * 32;
   const uint32_t lane_at = g * CHUNK + t * 16 + (g & 1) * 64, odd_at = lane_at ^ 64;
+  const int last_group = (p.columns - 1) >> 7;
+  const int count = (p.tiles - int(blockIdx.x) + int(gridDim.x) - 1) / int(gridDim.x);  // of tiles, at least one
+  uint32_t slot = ring;
+  int next_added = warp;  // the next of the tiles whose sums this warp adds
 
-  uint32_t slot = ring_first;
-  float* buffer = sums;
-  const int outputs = p.gated ? 8 : 16;  // of a tile
-  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
-    // What this thread stores at the end: output o of a token.
-    const int o = threadIdx.x % outputs, o_token = threadIdx.x / outputs;
+  // Scales of blocks, a chunk ahead.
+  float now[GROUPS][2], then[GROUPS][2];
+  auto load_scales = [&](int tile, int turn) {
+    if constexpr (BLOCKS) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* const of_row = p.scale + uint32_t(row_of(tile, g + 8 * r) >> p.scale_shift) * p.scale_stride;
+#pragma unroll
+        for (int i = 0; i < GROUPS; ++i)
+          then[i][r] = load_constant(of_row + min((warp_column + turn * warps * CHUNK) / 128 + i, last_group));
+      }
+    }
+  };
+  load_scales(blockIdx.x, 0);
+
+  // In turn n a warp multiplies tile n of the block, and adds the sums of tile n - 1 if it is the one to do so.
+  for (int n = 0; n <= count; ++n) {
+    const int tile = blockIdx.x + n * gridDim.x;
+    const int added = tile - int(gridDim.x);
+    const bool adds = n == next_added + 1;
     float scale0 = 1, scale1 = 1;
     if constexpr (!BLOCKS) {
-      if (o_token < tokens) {
-        scale0 = load_constant(p.scale + uint32_t(row_of(tile, o) >> p.scale_shift) * p.scale_stride);
-        if (p.gated) scale1 = load_constant(p.scale + uint32_t(row_of(tile, o + 8) >> p.scale_shift) * p.scale_stride);
+      if (adds) {
+        scale0 = load_constant(p.scale + uint32_t(row_of(added, g) >> p.scale_shift) * p.scale_stride);
+        scale1 = load_constant(p.scale + uint32_t(row_of(added, g + 8) >> p.scale_shift) * p.scale_stride);
       }
     }
-    float acc[BLOCKS ? 1 : 2][4] = {};
-    const float* scales0 = nullptr;
-    const float* scales1 = nullptr;
-    if constexpr (BLOCKS) {
-      scales0 = p.scale + uint32_t(row_of(tile, g) >> p.scale_shift) * p.scale_stride;
-      scales1 = p.scale + uint32_t(row_of(tile, g + 8) >> p.scale_shift) * p.scale_stride;
-    }
-    const int last_group = (p.columns - 1) >> 7;
-    constexpr int GROUPS = CHUNK / 128;
-    float now[GROUPS][2], then[GROUPS][2];
-    auto load_scales = [&](float (&to)[GROUPS][2], int turn) {
+    if (n < count) {
+      float acc[BLOCKS ? 1 : 2][4] = {};
 #pragma unroll
-      for (int i = 0; i < GROUPS; ++i) {
-        const int group = min((first_column + (turn * warps + warp) * CHUNK) / 128 + i, last_group);
-        to[i][0] = load_constant(scales0 + group);
-        to[i][1] = load_constant(scales1 + group);
-      }
-    };
-    if constexpr (BLOCKS) load_scales(then, 0);
-    for (int turn = 0; turn < turns; ++turn) {
-      if constexpr (BLOCKS) {
-#pragma unroll
-        for (int i = 0; i < GROUPS; ++i) now[i][0] = then[i][0], now[i][1] = then[i][1];
-        if (turn + 1 < turns) load_scales(then, turn + 1);
-      }
-      wait_groups<STAGES - 1>();
-      __syncwarp();
-      uint4 words[STEPS][2];
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        const uint32_t at = slot + (s & 1 ? odd_at : lane_at) + (s >> 1) * 128;
-        words[s][0] = load_shared(at);
-        words[s][1] = load_shared(at + 8 * CHUNK);
-      }
-      __syncwarp();
-      issue(slot);
-      slot = slot + STAGE == ring_end ? ring_first : slot + STAGE;
-      const uint32_t x_at = x_lane + turn * warps * (CHUNK * 2);
-      float part[4];
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
+      for (int turn = 0; turn < TURNS; ++turn) {
         if constexpr (BLOCKS) {
-          if ((s & 1) == 0) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) part[i] = 0;
-          }
+          for (int i = 0; i < GROUPS; ++i) now[i][0] = then[i][0], now[i][1] = then[i][1];
+          if (turn + 1 < TURNS || n + 1 < count) load_scales(turn + 1 < TURNS ? tile : tile + gridDim.x, (turn + 1) % TURNS);
         }
-        uint32_t a[4][4];
-        auto decode = [&](int i, uint32_t low_row, uint32_t high_row) {
-          widen(low_row, a[i][0], a[i][2]);
-          widen(high_row, a[i][1], a[i][3]);
-        };
-        decode(0, words[s][0].x, words[s][1].x);
-        decode(1, words[s][0].y, words[s][1].y);
-        decode(2, words[s][0].z, words[s][1].z);
-        decode(3, words[s][0].w, words[s][1].w);
-        const uint4 b0 = load_shared(x_at + s * 128), b1 = load_shared(x_at + s * 128 + 16);
-        auto& even = BLOCKS ? part : acc[0];
-        auto& odd = BLOCKS ? part : acc[BLOCKS ? 0 : 1];
-        mma(even, a[0][0], a[0][1], a[0][2], a[0][3], b0.x, b0.y);
-        mma(odd, a[1][0], a[1][1], a[1][2], a[1][3], b0.z, b0.w);
-        mma(even, a[2][0], a[2][1], a[2][2], a[2][3], b1.x, b1.y);
-        mma(odd, a[3][0], a[3][1], a[3][2], a[3][3], b1.z, b1.w);
-        if constexpr (BLOCKS) {
-          if (s & 1) {
+        wait_groups<STAGES - 1>();
+        __syncwarp();
+        float part[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[0][i] = fmaf(part[i], now[s >> 1][i >> 1], acc[0][i]);
+        for (int first = 0; first < STEPS; first += AT_ONCE) {
+          uint4 words[AT_ONCE][2];
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i) {
+            const int s = first + i;
+            const uint32_t at = slot + (s & 1 ? odd_at : lane_at) + (s >> 1) * 128;
+            words[i][0] = load_shared(at);
+            words[i][1] = load_shared(at + 8 * CHUNK);
+          }
+          if (first + AT_ONCE == STEPS) {
+            __syncwarp();
+            issue(slot);
+            slot = slot + STAGE == ring_end ? ring : slot + STAGE;
+          }
+#pragma unroll
+          for (int of_word = 0; of_word < AT_ONCE; ++of_word) {
+            const int s = first + of_word;
+            if constexpr (BLOCKS) {
+              if ((s & 1) == 0) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) part[i] = 0;
+              }
+            }
+            const uint4 low = words[of_word][0], high = words[of_word][1];
+            const uint32_t lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              uint32_t a[4];
+              widen(lows[i], a[0], a[2]);
+              widen(highs[i], a[1], a[3]);
+              auto& sum = BLOCKS ? part : acc[BLOCKS ? 0 : i & 1];
+              mma(sum, a[0], a[1], a[2], a[3], x[turn][s][2 * i], x[turn][s][2 * i + 1]);
+            }
+            if constexpr (BLOCKS) {
+              if (s & 1) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) acc[0][i] = fmaf(part[i], now[s >> 1][i >> 1], acc[0][i]);
+              }
+            }
           }
         }
       }
-    }
-
-    // The warps' sums, in two buffers in turns: when all are here again, the other one has been read.
-    float* to = buffer + warp * (tokens * SUMS_PITCH);
+      float v[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float v = acc[0][i];
-      if constexpr (!BLOCKS) v += acc[BLOCKS ? 0 : 1][i];
-      const int token = 2 * t + (i & 1);
-      if (token < tokens) to[token * SUMS_PITCH + g + (i >> 1) * 8] = IS_HALF<T> ? v : v * inverse[i & 1];
+      for (int i = 0; i < 4; ++i) v[i] = (acc[0][i] + (BLOCKS ? 0.0f : acc[BLOCKS ? 0 : 1][i])) * inverse[i & 1];
+      const int buffer = n % BUFFERS;
+      if (n >= BUFFERS) wait_for(empty + buffer * 8, (n / BUFFERS - 1) & 1);
+      store_shared(sums + (buffer * warps + chunk) * WARP_SUMS + lane * 16, v[0], v[1], v[2], v[3]);
+      __syncwarp();
+      if (lane == 0) arrive(full + buffer * 8);
     }
-    __syncthreads();
-    for (int token = o_token; token < tokens; token += blockDim.x / outputs) {
-      const float* from = buffer + token * SUMS_PITCH + o;
-      float v0 = 0, v1 = 0;
+    if (adds) {
+      next_added += warps;
+      const int buffer = (n - 1) % BUFFERS;
+      wait_for(full + buffer * 8, (n - 1) / BUFFERS & 1);
+      const uint32_t from = sums + buffer * warps * WARP_SUMS + lane * 16;
+      float v[4] = {};  // of tokens 2t and 2t + 1: row g, row g; row g + 8, row g + 8
+#pragma unroll 4
       for (int w = 0; w < warps; ++w) {
-        v0 += from[w * (tokens * SUMS_PITCH)];
-        if (p.gated) v1 += from[w * (tokens * SUMS_PITCH) + 8];
+        const float4 more = load_shared_floats(from + w * WARP_SUMS);
+        v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
       }
-      v0 *= scale0;
-      v1 *= scale1;
-      const int row = tile * outputs + o;
-      if (p.gated) {
-        if (row >= half) continue;
-        const float gate = Real<T>::widen(Real<T>::narrow(v0)), up = Real<T>::widen(Real<T>::narrow(v1));
-        const float silu = Real<T>::widen(Real<T>::narrow(gate / (1.0f + __expf(-gate))));
-        static_cast<T*>(p.y)[int64_t(token) * half + row] = Real<T>::narrow(silu * up);
-      } else {
-        if (row >= p.rows) continue;
-        if (p.sums) {
-          static_cast<float*>(p.y)[(int64_t(blockIdx.y) * tokens + token) * p.rows + row] = v0;
+      __syncwarp();
+      if (lane == 0) arrive(empty + buffer * 8);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int token = 2 * t + e;
+        if (token >= tokens) continue;
+        float v0 = v[e] * scale0, v1 = v[2 + e] * scale1;
+        if (p.gated) {
+          const int row = added * 8 + g;
+          if (row >= half) continue;
+          const float gate = Real<T>::widen(Real<T>::narrow(v0)), up = Real<T>::widen(Real<T>::narrow(v1));
+          const float silu = Real<T>::widen(Real<T>::narrow(gate / (1.0f + __expf(-gate))));
+          static_cast<T*>(p.y)[int64_t(token) * half + row] = Real<T>::narrow(silu * up);
         } else {
-          if (p.bias) v0 += Real<T>::widen(static_cast<const T*>(p.bias)[row]);
-          static_cast<T*>(p.y)[int64_t(token) * p.rows + row] = Real<T>::narrow(v0);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int row = added * 16 + g + 8 * r;
+            float sum = r ? v1 : v0;
+            if (row >= p.rows) continue;
+            if (p.sums) {
+              static_cast<float*>(p.y)[(int64_t(blockIdx.y) * tokens + token) * p.rows + row] = sum;
+            } else {
+              if (p.bias) sum += Real<T>::widen(static_cast<const T*>(p.bias)[row]);
+              static_cast<T*>(p.y)[int64_t(token) * p.rows + row] = Real<T>::narrow(sum);
+            }
+          }
         }
       }
     }
-    buffer = buffer == sums ? sums + warps * (tokens * SUMS_PITCH) : sums;
   }
   wait_groups<0>();
 }
 
-inline cudaError_t launch(void (*kernel)(Product), const Product& p, const Launch& how, cudaStream_t stream) {
+template <typename T>
+cudaError_t launch(const Product& p, const Launch& how, bool columns, cudaStream_t stream) {
+  void (*const kernel)(Product) = how.turns == 1 ? (columns ? product_kernel<T, true, 1> : product_kernel<T, false, 1>)
+                                                 : (columns ? product_kernel<T, true, 2> : product_kernel<T, false, 2>);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};

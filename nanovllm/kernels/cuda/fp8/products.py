@@ -6,11 +6,10 @@ import torch
 
 from nanovllm.kernels.cuda.fp8.plan import (
     CHUNK,
-    HELD_STAGES,
     LEAST_COLUMNS,
     MAX_TOKENS,
-    SHARED_BYTES,
-    STAGES,
+    MAX_WARPS,
+    MOST_TURNS,
     TILE_ROWS,
     Fp8CudaPlan,
     blocks_of_a_multiprocessor,
@@ -19,33 +18,36 @@ from nanovllm.kernels.cuda.fp8.plan import (
 )
 from nanovllm.kernels.cuda.packed.library import FP8_FOLDER, product_kernel
 from nanovllm.kernels.ops.linear_fp8 import block_shape
+from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm import packed_products
 from nanovllm.kernels.triton.gemm.fp8_product import has_99_kib
+from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
 
 _ALL = 31
 """The shift of row numbers of weights whose rows share scales."""
+MOST_GATED_COLUMNS = MOST_TURNS * MAX_WARPS * CHUNK
 
 
-def runs(x: torch.Tensor, weight: torch.Tensor, sums: bool = False) -> bool:
+def runs(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the kernel can run a call: 1 to 8 tokens of 16 bits, multiples of 64 columns, and rows of the weight that
-    it can read 16 bytes at a time. sums: they are wanted.
+    it can read 16 bytes at a time.
     """
     rows, size = weight.shape
     if x.dtype not in (torch.float16, torch.bfloat16) or x.shape[-1] != size or not size or size % 64:
         return False
-    tokens = x.numel() // size
     stride, wide = weight.stride(0), weight.stride(1) == 1 and not weight.data_ptr() % 16
-    if not 0 < tokens <= MAX_TOKENS or not rows or not wide or stride % 16 or rows * stride >= 1 << 32:
+    if not 0 < x.numel() <= MAX_TOKENS * size or not rows or not wide or stride % 16 or rows * stride >= 1 << 32:
         return False
-    plan = plan_fp8_cuda(tokens, size, sums)
-    fits = shared_bytes(plan, tokens, cdiv(cdiv(size, CHUNK), plan.splits)) <= SHARED_BYTES
-    return fits and not has_99_kib(x.device)
+    return not has_99_kib(x.device)
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, sums: bool = False) -> bool:
-    """Whether the ops use the kernel: it `runs`, and rows are as long as those for which it was faster."""
-    return weight.shape[1] >= LEAST_COLUMNS and runs(x, weight, sums)
+def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
+    """Whether the ops use the kernel: it `runs`, and rows are as long as those for which it was faster. gated: so short
+    that one block has all columns, too.
+    """
+    size = weight.shape[1]
+    return LEAST_COLUMNS <= size <= (MOST_GATED_COLUMNS if gated else size) and runs(x, weight)
 
 
 def fp8_product(
@@ -53,7 +55,7 @@ def fp8_product(
     sums: bool = False, plan: Fp8CudaPlan | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The product of a call that the kernel `runs`: [tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits,
-    tokens, rows]. plan: in place of the built-in one.
+    tokens, rows]. gated: at most `MOST_GATED_COLUMNS` columns. plan: in place of the built-in one.
     """
     x, tokens, stride = matrix_of(x)
     if stride % 8 or x.data_ptr() % 16:
@@ -63,23 +65,28 @@ def fp8_product(
     height, _ = block_shape(weight, scale)
     scale = adjacent(scale)
     shift = _ALL if scale.shape[0] == 1 else height.bit_length() - 1
-    plan = plan or plan_fp8_cuda(tokens, size, sums)
+    tiles = cdiv(rows // (1 + gated), TILE_ROWS // (1 + gated))
+    plan = plan or plan_fp8_cuda(tiles, size, sums, num_sms(x))
     chunks = cdiv(size, CHUNK)
     split_chunks = cdiv(chunks, plan.splits)
     splits = cdiv(chunks, split_chunks)
-    if sums:
+    apart = sums or splits > 1
+    if apart:
         y = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
     else:
         y = torch.empty((tokens, rows // (1 + gated)), dtype=x.dtype, device=x.device)
-    tiles = cdiv(y.shape[-1], TILE_ROWS // (1 + gated))
-    shared = shared_bytes(plan, tokens, split_chunks)
-    blocks = max(1, min(tiles, blocks_of_a_multiprocessor(plan, shared) * num_sms(x) // splits))
+    blocks = max(1, min(tiles, blocks_of_a_multiprocessor(plan) * num_sms(x) // splits))
     numbers = (
-        stride, weight.stride(0), scale.stride(0), shift, tokens, rows, size, tiles, split_chunks, gated, sums, blocks,
-        splits, plan.warps, shared, plan.turns, HELD_STAGES if plan.turns else STAGES,
+        stride, weight.stride(0), scale.stride(0), shift, tokens, rows, size, tiles, split_chunks, gated, apart, blocks,
+        splits, plan.warps, shared_bytes(plan), plan.turns,
     )  # fmt: skip
-    product_kernel(x.device, FP8_FOLDER)(x, weight, scale, adjacent(bias), y, numbers)
-    return y
+    bias = adjacent(bias)
+    product_kernel(x.device, FP8_FOLDER)(x, weight, scale, bias, y, numbers)
+    if sums or not apart:
+        return y
+    added = torch.empty((tokens, rows), dtype=x.dtype, device=x.device)
+    finish_splits(y, bias, added, "none", False, has_dependent_launch(x.device))
+    return added
 
 
 def linear_fp8(

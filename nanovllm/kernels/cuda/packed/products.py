@@ -227,9 +227,9 @@ def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Te
     return _product(x, kind, weight, None, None, bias, packed_products.linear_gguf, kind)
 
 
-def _takes_fp8(x: torch.Tensor, weight: torch.Tensor, sums: bool = False) -> bool:
+def _takes_fp8(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
     """As `fp8.takes`; the kernel's library is another than this folder's, for which the provider was selected."""
-    return fp8.takes(x, weight, sums) and _has_fp8(x.device)
+    return fp8.takes(x, weight, gated) and _has_fp8(x.device)
 
 
 @functools.cache
@@ -241,7 +241,7 @@ def linear_packed_silu_and_mul(
     x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None
 ) -> torch.Tensor:
     """The op `linear_packed_silu_and_mul`."""
-    if storage == "fp8" and scale is not None and _takes_fp8(x, weight):
+    if storage == "fp8" and scale is not None and _takes_fp8(x, weight, gated=True):
         return fp8.fp8_product(x, weight, scale, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
     w = _operands(x, storage, weight, scale, zero)
     if w is None:
@@ -254,7 +254,7 @@ def linear_packed_add_rms_norm(
     residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
-    if storage == "fp8" and scale is not None and _takes_fp8(x, weight, sums=True):
+    if storage == "fp8" and scale is not None and _takes_fp8(x, weight):
         return sum_add_rms_norm(fp8.fp8_product(x, weight, scale, sums=True), bias, residual, norm_weight, eps)
     w = _operands(x, storage, weight, scale, zero, sums=True)
     if w is None:
@@ -272,7 +272,8 @@ def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
     a kernel; others have two, as separate ops.
     """
     if weight.dtype != torch.uint8:
-        return range(1, fp8.MAX_TOKENS + 1 if weight.shape[1] >= fp8.LEAST_COLUMNS else 1)
+        taken = fp8.LEAST_COLUMNS <= weight.shape[1] <= fp8.MOST_GATED_COLUMNS
+        return range(1, fp8.MAX_TOKENS + 1 if taken else 1)
     return range(1, (WIDE_TOKENS if _has_wide(weight.device) else MAX_TOKENS) + 1)
 
 
