@@ -68,6 +68,8 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
         scales=(1.0, 50.0),
     ),
     cost=lambda x, weight, scale, bias=None: product_cost(x, weight.shape[0], weight, scale, bias, fp8=True),
+    # Sums that stay in Hopper's tensor cores. x that is not quantised would be off by 0.026.
+    tolerance={torch.bfloat16: 0.02},
 )  # fmt: skip
 def linear_fp8_dynamic(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None

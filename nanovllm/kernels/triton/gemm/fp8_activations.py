@@ -24,7 +24,7 @@ from nanovllm.kernels.ops.linear_fp8_dynamic import (
 )
 from nanovllm.kernels.triton.device_math import gated_product, rounded, to_dtype
 from nanovllm.kernels.triton.early_start import are_constant, can_launch_early
-from nanovllm.kernels.triton.gemm.fp8_product import fp8_product, splits_pay
+from nanovllm.kernels.triton.gemm.fp8_product import fp8_product, padded_tokens, splits_pay
 from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS, has_shared_operands
 from nanovllm.kernels.triton.launch_arguments import (
     adjacent,
@@ -39,6 +39,8 @@ from nanovllm.kernels.triton.rows.move_rows import to_fp8
 
 LEAST_TOKENS = 17
 """For which layers quantise x."""
+LIBRARY_TOKENS = 8192
+"""Of a call of the library at most, where scales are of rows. With more its kernels take longer for each."""
 
 
 @triton.jit
@@ -154,7 +156,7 @@ num_tokens_add_rms_norm_linear_fp8_dynamic = num_tokens_linear_fp8_dynamic
 def quantised(x: torch.Tensor, columns: int, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """x [num_tokens, size] as (float8_e4m3fn [tokens, size], float32 scales [tokens, size / columns]).
 
-    tokens: num_tokens rounded up to a multiple of 16; the further ones are zeros. Scales lie column by column.
+    tokens: `padded_tokens`; the further ones are zeros. Scales lie column by column.
 
     Args:
         columns: that share a scale: 128, or all, at most 32,768.
@@ -211,9 +213,9 @@ def _places(
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """(codes uint8 [tokens, size], their scales, columns and number of the groups of a kernel's tile), without values.
 
-    tokens: num_tokens rounded up to a multiple of 16.
+    tokens: `padded_tokens`.
     """
-    tokens = cdiv(num_tokens, MULTIPLE) * MULTIPLE
+    tokens = padded_tokens(num_tokens)
     codes = torch.empty((tokens, size), dtype=torch.uint8, device=device)
     scales = torch.empty((cdiv(size, columns), tokens), dtype=torch.float32, device=device).t()
     group = min(BLOCK, next_power_of_2(size))
@@ -223,6 +225,33 @@ def _places(
 def scales_of_weight(scale: torch.Tensor, outputs: int) -> torch.Tensor:
     """The scales of a weight as the library reads them: of blocks [columns / 128, outputs / 128], else [1, outputs]."""
     return scale.t() if scale.shape[1] > 1 else scale.expand(outputs, 1).reshape(1, outputs).contiguous()
+
+
+def library_product(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype,
+    most: int = LIBRARY_TOKENS,
+) -> torch.Tensor:  # fmt: skip
+    """`torch._scaled_mm` of all tokens of codes, with operands that `library_refuses` lets pass: [tokens, outputs].
+
+    Args:
+        most: tokens of a call at most, where scales are of rows; other operands have one call.
+
+    On Hopper and with scales of rows, sums stay in the tensor cores for all columns (`use_fast_accum`). How exact and
+    how fast that is: docs/kernels.md.
+    """
+    of_weight = scales_of_weight(scale, len(weight))
+    if scales.shape[1] > 1:
+        return torch._scaled_mm(codes, weight.t(), scales, of_weight, out_dtype=dtype)
+    scales = scales.flatten()[:, None]  # some versions ask for a stride of 1 between columns, of which there is one
+    fast = codes.is_cuda and torch.cuda.get_device_capability(codes.device) == (9, 0)
+    if len(codes) <= most:
+        return torch._scaled_mm(codes, weight.t(), scales, of_weight, out_dtype=dtype, use_fast_accum=fast)
+    pieces = cdiv(len(codes), most)
+    step = cdiv(len(codes), pieces * MULTIPLE) * MULTIPLE
+    y = torch.empty((len(codes), len(weight)), dtype=dtype, device=codes.device)
+    for x, of_x, out in zip(codes.split(step), scales.split(step), y.split(step), strict=True):
+        torch._scaled_mm(x, weight.t(), of_x, of_weight, out_dtype=dtype, use_fast_accum=fast, out=out)
+    return y
 
 
 def linear_fp8_dynamic(
@@ -285,10 +314,8 @@ def _product(
     """x: what codes and scales were made of, for the number of tokens, the dtype and the shape of the result."""
     outputs, num_tokens = len(weight), x.numel() // x.shape[-1]
     if not _own(x, num_tokens, outputs) and library_refuses(x, weight, scale) is None:
-        if scales.shape[1] == 1:  # some versions ask for a stride of 1 between columns, of which there is one
-            scales = scales.flatten()[:, None]
-        y = torch._scaled_mm(codes, weight.t(), scales, scales_of_weight(scale, outputs), out_dtype=x.dtype)
-        y = y[:num_tokens] if bias is None else y[:num_tokens] + bias
+        y = library_product(codes, scales, weight, scale, x.dtype)[:num_tokens]
+        y = y if bias is None else y + bias
     else:
         y = torch.empty((num_tokens, outputs), dtype=x.dtype, device=x.device)
         fp8_product(codes, scales, weight, scale, bias, y)

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from nanovllm.kernels.ops.linear_fp8 import BLOCK
+from nanovllm.kernels.ops.linear_fp8_dynamic import MULTIPLE
 from nanovllm.kernels.triton.device_math import INTERPRETED, to_dtype
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_decode import fp8_to_float32
@@ -24,8 +25,10 @@ from nanovllm.kernels.triton.gemm.stream_kernel import finish_splits
 from nanovllm.kernels.triton.gemm.tiles import tile_position
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, num_sms
 
-LEAST_STEPS = 4
-"""Tiles of columns that a program has at least, where programs share columns."""
+LEAST_STEPS, USUAL_STEPS = 4, 8
+"""Tiles of columns that a program has at least, where programs share columns: USUAL_STEPS if that leaves two programs
+to each multiprocessor, else LEAST_STEPS.
+"""
 ALL = 1 << 30
 """Outputs that share a scale, where all do."""
 
@@ -50,8 +53,17 @@ class Fp8Plan:
     splits: int = 1
 
 
-FEW_TOKENS, SOME_TOKENS, MANY_TOKENS = 32, 64, 256
+SOME_TOKENS, MORE_TOKENS, MANY_TOKENS = 64, 128, 256
 """Numbers of tokens up to which tiles are smaller than those for prompts."""
+
+
+def padded_tokens(num_tokens: int) -> int:
+    """Tokens that x is padded to. Up to 128 they are whole tiles, since a tile that is partly outside of x is slow.
+
+    24576 x 4096 took 34.8 us on an H200 with 32 tokens, and 29.0 with 64, by the same plan (docs/log/kernels.md).
+    """
+    multiple = SOME_TOKENS if num_tokens <= MORE_TOKENS else MULTIPLE
+    return cdiv(num_tokens, multiple) * multiple
 
 
 @functools.cache
@@ -64,17 +76,12 @@ def plan_fp8_product(num_tokens: int, outputs: int, size: int, multiprocessors: 
     """
     if num_tokens > MANY_TOKENS:
         return Fp8Plan(tokens=64, warps=4, stages=3) if small else Fp8Plan()
-    tokens, width, stages, programs = (
-        (64, 128, 4, 2)
-        if num_tokens <= FEW_TOKENS
-        else (64, 64, 4, 3)
-        if num_tokens <= SOME_TOKENS
-        else (128, 64, 4, 2)
-    )
+    tokens, width, stages, programs = (64, 64, 4, 3) if num_tokens <= SOME_TOKENS else (128, 64, 4, 2)
     if small:
-        width, stages, programs = 64, 3, 1
-    tiles = cdiv(num_tokens, tokens) * cdiv(outputs, width)
-    splits = max(1, min(programs * multiprocessors // tiles, size // BLOCK // LEAST_STEPS))
+        stages, programs = 3, 1
+    tiles, steps = cdiv(num_tokens, tokens) * cdiv(outputs, width), size // BLOCK
+    usual = max(steps // USUAL_STEPS, min(2 * multiprocessors // tiles, steps // LEAST_STEPS))
+    splits = max(1, min(programs * multiprocessors // tiles, usual))
     return Fp8Plan(tokens, width, 4, stages, programs, splits=splits)
 
 
@@ -174,7 +181,7 @@ def has_99_kib(device: torch.device) -> bool:
 
 def rounded_tokens(num_tokens: int) -> int:
     """Numbers of tokens that share a plan: how many kernels are compiled does not grow with a batch."""
-    return next((most for most in (FEW_TOKENS, SOME_TOKENS, 128, MANY_TOKENS) if num_tokens <= most), MANY_TOKENS + 1)
+    return next((most for most in (SOME_TOKENS, MORE_TOKENS, MANY_TOKENS) if num_tokens <= most), MANY_TOKENS + 1)
 
 
 def splits_pay(num_tokens: int, outputs: int, multiprocessors: int) -> bool:
@@ -184,7 +191,7 @@ def splits_pay(num_tokens: int, outputs: int, multiprocessors: int) -> bool:
     those of so few outputs that two programs or more share the columns on each multiprocessor.
     """
     few_outputs = 2 * cdiv(outputs, 64) <= multiprocessors
-    return num_tokens <= SOME_TOKENS or (num_tokens <= 128 and few_outputs)
+    return num_tokens <= SOME_TOKENS or (num_tokens <= MORE_TOKENS and few_outputs)
 
 
 def fp8_sums(

@@ -8,7 +8,14 @@ import torch
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
-from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product, plan_fp8_product, rounded_tokens, splits_pay
+from nanovllm.kernels.triton.gemm.fp8_product import (
+    Fp8Plan,
+    fp8_product,
+    padded_tokens,
+    plan_fp8_product,
+    rounded_tokens,
+    splits_pay,
+)
 from tests.kernels.triton.common import DEVICE, randn
 
 pytestmark = pytest.mark.triton
@@ -80,6 +87,8 @@ def test_built_in_plans_fit_shared_memory_and_keep_multiprocessors_busy(small):
             assert plan.splits <= max(1, size // 128 // 4)
             if tokens <= 128 and size >= 4096 and not small:
                 assert tiles * plan.splits > 132
+            if tokens <= 128:
+                assert padded_tokens(tokens) % plan.tokens == 0
 
 
 def test_where_it_is_faster_than_the_library():

@@ -19,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 
 
 DECODING = Fp8Plan(tokens=128, outputs=64, stages=4, programs=2, splits=2)
-FEW = Fp8Plan(tokens=64, outputs=128, warps=4, stages=4, programs=2)
+FEW = Fp8Plan(tokens=64, outputs=64, warps=4, stages=4, programs=3, splits=4)
 
 
 def call(outputs, by_block, plan):
