@@ -10,20 +10,23 @@ template <int PART>
 void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens& x);  // in products.cpp
 
 void products(Threads& threads, std::initializer_list<Product> all, const Tokens& x) {
-    // A few times as many tasks as threads, so that a thread that is slow takes fewer; of four tiles at least. By AMX each
-    // task reads all tokens, more than a cache holds, so tasks are larger.
-    int64_t tiles = 0, tasks = 0;
+    // Tasks of few tokens are small, so that threads end at the same time. A task reads all tokens, which is why tasks of
+    // many, more than a cache holds, are larger.
+    int64_t tiles = 0, chunk = 4;
     for (const Product& one : all) tiles += tiles_of(one.weight.rows);
-    int64_t chunk = std::max<int64_t>(1, (tiles / (8 * threads.count()) + 3) / 4) * 4;
+    if (x.count > 8) chunk = std::max<int64_t>(1, (tiles / (8 * threads.count()) + 3) / 4) * 4;
     if (x.splits) chunk = std::clamp<int64_t>(tiles / (2 * threads.count()) / 4 * 4, 4, 16);
-    for (const Product& one : all) tasks += (tiles_of(one.weight.rows) + chunk - 1) / chunk;
-    threads.run(tasks, [&](int64_t task) {
-        const Product* one = all.begin();
-        for (int64_t own; task >= (own = (tiles_of(one->weight.rows) + chunk - 1) / chunk); one++) task -= own;
-        const int64_t begin = task * chunk, end = std::min(tiles_of(one->weight.rows), begin + chunk);
-        [&]<int... PART>(std::integer_sequence<int, PART...>) {
-            ((one->weight.format % NANOVLLM_PARTS == PART ? tiles_part<PART>(*one, begin, end, x) : (void)0), ...);
-        }(std::make_integer_sequence<int, NANOVLLM_PARTS>{});
+    threads.run_ranges((tiles + chunk - 1) / chunk, [&](int64_t task) {
+        int64_t begin = task * chunk, end = begin + chunk;
+        for (const Product& one : all) {  // whose tiles follow those of the product before
+            const int64_t own = tiles_of(one.weight.rows), stop = std::min(end, own);
+            if (begin < stop)
+                [&]<int... PART>(std::integer_sequence<int, PART...>) {
+                    ((one.weight.format % NANOVLLM_PARTS == PART ? tiles_part<PART>(one, begin, stop, x) : (void)0), ...);
+                }(std::make_integer_sequence<int, NANOVLLM_PARTS>{});
+            begin = std::max<int64_t>(0, begin - own);
+            end -= own;
+        }
     });
 }
 

@@ -13,6 +13,7 @@ import torch
 
 from nanovllm.kernels.cpu.build import load_library
 from nanovllm.kernels.cpu.checkpoint_blocks import fp8_blocks, int4_blocks
+from nanovllm.kernels.cpu.memory import weight_memory
 from nanovllm.kernels.ops.checks import check_sampling
 from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderWeights
 from nanovllm.kernels.ops.sample import check_sample
@@ -140,7 +141,7 @@ class PackedMatrix:
         self.rows, self.columns = blocks.shape[0], columns
         index, lib = FORMATS.index(format), _library()
         blocks = blocks.contiguous()
-        self.tiles = torch.empty(lib.nanovllm_packed_bytes(index, self.rows, columns), dtype=torch.uint8)
+        self.tiles = weight_memory().take(lib.nanovllm_packed_bytes(index, self.rows, columns))
         lib.nanovllm_pack(threads(), index, self.rows, columns, blocks.data_ptr(), self.tiles.data_ptr())
         self.struct = _Weight(
             self.tiles.data_ptr(), self.rows, columns, index, 0 if format in _FLOATS else PARTS[activations]

@@ -40,7 +40,7 @@ inline void group_times(const uint8_t* block, int j, const Codes* codes, const F
 // A tile for M tokens: several at once share the decoding of the weights, and as many as registers hold their loads.
 template <typename T, int P, int M>
 inline void tile_times(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-    constexpr int AT_ONCE = P == 1 ? 8 : 4, AHEAD = 4096;
+    constexpr int AT_ONCE = P == 1 ? 8 : 4, AHEAD = 2048;
     const int64_t blocks = blocks_of<T>(w.columns);
     const uint8_t* block = w.data + tile * blocks * T::BYTES;
     Floats acc[M] = {};

@@ -5,6 +5,7 @@
 // begun: a thread that the system does not run, because another process has its core, delays no other.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <memory>
@@ -63,6 +64,28 @@ class Threads {
         }
         take_tasks();
         for (int i = 0; done_.load(std::memory_order_acquire) < count; i++) i < SPINS ? pause_briefly() : (void)sched_yield();
+    }
+
+    // The same. A thread begins with a range of tasks that follow each other, so what it reads can be fetched ahead across
+    // tasks. Then it takes tasks from the others' ranges.
+    template <typename Fn>
+    void run_ranges(int64_t count, Fn&& fn) {
+        struct alignas(64) Range {
+            std::atomic<int64_t> next;
+            int64_t end;
+        };
+        const int64_t size = std::min<int64_t>(this->count(), count);
+        std::vector<Range> ranges(size);
+        for (int64_t i = 0; i < size; i++) {
+            ranges[i].next.store(count * i / size, std::memory_order_relaxed);
+            ranges[i].end = count * (i + 1) / size;
+        }
+        run(size, [&](int64_t own) {
+            for (int64_t i = 0; i < size; i++) {
+                Range& range = ranges[(own + i) % size];
+                for (int64_t task; (task = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) fn(task);
+            }
+        });
     }
 
    private:
