@@ -11,12 +11,14 @@ from nanovllm.kernels.cuda.fp8.plan import (
     LEAST_COLUMNS,
     MAX_TOKENS,
     MAX_WARPS,
-    MOST_TURNS,
+    OCTET,
     SHARED_BYTES,
     STAGES,
     WARP_SUMS,
     Fp8CudaPlan,
     blocks_of_a_multiprocessor,
+    most_columns,
+    most_turns,
     plan_fp8_cuda,
     shared_bytes,
 )
@@ -66,7 +68,7 @@ def check(got, x, values, bias=None):
 )
 def test_values(rows, size, kind, device, launches):
     weight, scale, values = make(rows, size, kind, device)
-    for tokens in (1, 3, 5, 8):
+    for tokens in (1, 5, 8, 9, 16):
         for dtype in (BF16, FP16):
             x = torch.randn(tokens, size, dtype=dtype, device=device) * 1e-3
             bias = torch.randn(rows, dtype=dtype, device=device)
@@ -75,7 +77,7 @@ def test_values(rows, size, kind, device, launches):
             assert all(torch.equal(first, products.fp8_product(x, weight, scale, bias)) for _ in range(3))
             sums = products.fp8_product(x, weight, scale, sums=True)
             check(sums.sum(0), x, values)
-    assert len(launches) == 40
+    assert len(launches) == 50
 
 
 @pytest.mark.gpu
@@ -84,9 +86,9 @@ def test_other_plans_give_the_same(rows, size, device):
     """Two chunks a warp where one is usual, and blocks that share columns where none do."""
     chunks = -(-size // CHUNK)
     weight, scale, values = make(rows, size, "block", device)
-    for tokens in (1, 8):
+    for tokens, plans in ((1, ((1, 2), (2, 1), (3, 2))), (8, ((1, 2), (2, 1), (3, 2))), (13, ((2, 1), (3, 1)))):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
-        for splits, turns in ((1, 2), (2, 1), (3, 2)):
+        for splits, turns in plans:
             plan = Fp8CudaPlan(splits, -(-chunks // (splits * turns)), turns)
             check(products.fp8_product(x, weight, scale, plan=plan), x, values)
             check(products.fp8_product(x, weight, scale, sums=True, plan=plan).sum(0), x, values)
@@ -95,11 +97,12 @@ def test_other_plans_give_the_same(rows, size, device):
 @pytest.mark.gpu
 def test_tokens_of_any_magnitude(device):
     weight, scale, values = make(200, 1024, "row", device)
-    for scales in ([1e30], [1e-30], [1e30, 1, 1e-30, 0], [1e4] * 8):
+    for scales in ([1e30], [1e-30], [1e30, 1, 1e-30, 0], [1e4] * 8, [1, 1e30, 1e-30, 0] * 4):
         x = torch.randn(len(scales), 1024, dtype=BF16, device=device)
         x[:, 100] *= 1000  # a channel that is larger than the others
         x *= torch.tensor(scales, device=device)[:, None].to(BF16)
-        for plan in (None, Fp8CudaPlan(1, 2, 2)):
+        other = Fp8CudaPlan(1, 2, 2) if len(x) <= OCTET else Fp8CudaPlan(2, 2, 1)
+        for plan in (None, other):
             check(products.fp8_product(x, weight, scale, sums=True, plan=plan).sum(0), x, values)
 
 
@@ -109,11 +112,11 @@ def test_tokens_of_any_magnitude(device):
 def test_fused_products_equal_the_separate_ones(size, kind, device, launches):
     weight, scale, _ = make(2 * 648, size, kind, device)
     scale *= size**-0.5 / 64
-    for tokens in (1, 7, 8):
+    for tokens in (1, 8, 9, 16):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         check_fused(x, ("fp8", weight, scale, None), products.linear_fp8(x, weight, scale))
-    # One block cannot have 12,288 columns, which SiLU needs.
-    assert len(launches) == (6 if size == 12288 else 9)
+    # For SiLU a block needs all columns.
+    assert len(launches) == {1024: 12, 4160: 10, 12288: 8}[size]
 
 
 @pytest.mark.gpu
@@ -134,7 +137,7 @@ def test_any_strides(device, launches):
 
 @pytest.mark.gpu
 def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
-    for tokens, size in ((9, 4096), (4, 4128), (4, 960)):
+    for tokens, size in ((17, 4096), (4, 4128), (4, 960)):
         weight, scale, values = make(64, size, "row", device)
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         exact = x.double() @ values.t()
@@ -152,24 +155,25 @@ def test_a_graph_replays_it_with_other_tokens(device):
 
 def test_numbers_are_those_of_the_source():
     header = (library.FP8_FOLDER / "interface.cuh").read_text()
-    numbers = {"MAX_TOKENS": MAX_TOKENS, "MAX_WARPS": MAX_WARPS, "CHUNK": CHUNK, "STAGES": STAGES, "BUFFERS": BUFFERS}
-    for name, value in (numbers | {"WARP_SUMS": WARP_SUMS}).items():
+    numbers = {"MAX_TOKENS": MAX_TOKENS, "OCTET": OCTET, "MAX_WARPS": MAX_WARPS, "CHUNK": CHUNK, "STAGES": STAGES}
+    for name, value in (numbers | {"BUFFERS": BUFFERS, "WARP_SUMS": WARP_SUMS}).items():
         assert f" {name} = {value};" in header
 
 
 @pytest.mark.parametrize("size", [64, 576, 1024, 4096, 5120, 8192, 8256, 12288, 32768])
 @pytest.mark.parametrize("tiles", [1, 64, 256, 1536])
-def test_plans_have_room_for_all_columns(tiles, size):
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16])
+def test_plans_have_room_for_all_columns(tokens, tiles, size):
     chunks = -(-size // CHUNK)
     for sums in (False, True):
-        plan = plan_fp8_cuda(tiles, size, sums, 132)
+        plan = plan_fp8_cuda(tokens, tiles, size, sums, 132)
         split_chunks = -(-chunks // plan.splits)
-        assert plan.warps <= MAX_WARPS and plan.turns <= MOST_TURNS
+        assert plan.warps <= MAX_WARPS and plan.turns <= most_turns(tokens)
         assert split_chunks <= plan.turns * plan.warps < split_chunks + plan.turns  # no idle warp
-        assert sums or plan.splits == 1 or size > products.MOST_GATED_COLUMNS
+        assert sums or plan.splits == 1 or size > most_columns(tokens)
         assert not sums or tiles * plan.splits >= 132 or split_chunks <= 2
-        blocks = blocks_of_a_multiprocessor(plan)
-        assert blocks * (shared_bytes(plan) + 1024) <= SHARED_BYTES + 1024 and blocks * plan.warps <= MAX_WARPS
+        blocks = blocks_of_a_multiprocessor(plan, tokens)
+        assert blocks * (shared_bytes(plan, tokens) + 1024) <= SHARED_BYTES + 1024 and blocks * plan.warps <= MAX_WARPS
 
 
 def test_what_is_taken():
@@ -185,6 +189,11 @@ def test_what_is_taken():
         assert not products.takes(tokens, matrix)
     assert len(packed.num_tokens_linear_packed_silu_and_mul(weight)) == MAX_TOKENS
     assert not packed.num_tokens_linear_packed_silu_and_mul(weight[:, :64])
+    weight = torch.zeros(32, 5120, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    x = torch.zeros(MAX_TOKENS, 5120, dtype=BF16)
+    assert len(packed.num_tokens_linear_packed_silu_and_mul(weight)) == OCTET
+    assert products.takes(x, weight) and not products.takes(x, weight, gated=True)
+    assert products.takes(x[:OCTET], weight, gated=True)
     weight = torch.zeros(32, 12288, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x = torch.zeros(1, 12288, dtype=BF16)
     assert products.takes(x, weight) and not products.takes(x, weight, gated=True)
@@ -217,6 +226,6 @@ def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
 def test_x_stays_in_registers(source, tmp_path):
     usage = resources_of_kernels(library.FP8_FOLDER / f"{source}.cu", "sm_90", tmp_path)
-    assert len(usage) == 4  # scales of rows or of blocks, one chunk a warp or two
+    assert len(usage) == 6  # scales of rows or of blocks; one chunk a warp, two, or one of 16 tokens
     for registers, stack, spilled in usage:
         assert registers <= 128 and stack == spilled == 0

@@ -22,7 +22,7 @@ void product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& sc
                   static_cast<uint32_t>(numbers[2]), n(3), n(4), n(5), n(6), n(7), n(8), n(9), n(10)};
   TORCH_CHECK_VALUE(p.tokens >= 1 && p.tokens <= MAX_TOKENS, "x: expected 1 to ", MAX_TOKENS, " tokens");
   const Launch how{n(11), n(12), n(13), n(14), n(15)};
-  TORCH_CHECK_VALUE(how.turns == 1 || how.turns == 2, "turns: expected 1 or 2");
+  TORCH_CHECK_VALUE(how.turns == 1 || (how.turns == 2 && p.tokens <= OCTET), "turns: expected 1, or up to ", OCTET, " tokens 2");
   const bool columns = scale.size(1) > 1;
   const c10::cuda::CUDAGuard guard(x.device());
   const auto stream = c10::cuda::getCurrentCUDAStream();

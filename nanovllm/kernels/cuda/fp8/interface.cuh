@@ -26,15 +26,16 @@ struct Product {
 struct Launch {
   int32_t blocks;  // a split
   int32_t splits, warps, shared_bytes;
-  int32_t turns;  // chunks of columns of a warp: 1 or 2
+  int32_t turns;  // chunks of columns of a warp: 1, or up to 8 tokens 2
 };
 
-constexpr int MAX_TOKENS = 8;
+constexpr int MAX_TOKENS = 16;
+constexpr int OCTET = 8;        // tokens of an instruction
 constexpr int MAX_WARPS = 16;   // of a block, each with 128 registers a thread
 constexpr int CHUNK = 256;      // columns that a warp reads at a time
 constexpr int STAGES = 2;       // chunks of a warp that are on their way
 constexpr int BUFFERS = 4;      // tiles whose sums are not added yet
-constexpr int WARP_SUMS = 512;  // bytes: four floats of each lane
+constexpr int WARP_SUMS = 512;  // bytes: four floats of each lane, of eight tokens
 
 // Enqueue the product. columns: scales are of 128 columns, else of whole rows. The sources hold one type of x each.
 cudaError_t bfloat16_product(const Product&, const Launch&, bool columns, cudaStream_t);

@@ -5,11 +5,11 @@
 // instruction makes two float16 of two of them, exactly. (`mma` of 8-bit floats does the same on Hopper, and would need x in 8
 // bits.) x in bfloat16 becomes float16 by a power of two for each token and warp.
 //
-// A block takes tiles of 16 rows in turns. Its warps share the columns. A lane holds its columns of its token in registers for
-// the whole of the kernel, TURNS chunks a warp, so shared memory is left to weights on their way: each warp has a ring of
-// STAGES chunks of 16 rows x CHUNK columns, across tiles. Lanes read what others of their warp have copied, but warps do not
-// wait for each other: sums of a tile lie in one of BUFFERS buffers until a warp, another one for each tile, has added them in
-// order. The first weights are asked for before the kernel in front has ended.
+// A block takes tiles of 16 rows in turns. Its warps share the columns. A lane holds its columns of its token, or of its two
+// tokens (OCTETS is 2), in registers for the whole of the kernel, TURNS chunks a warp. So shared memory is left to weights on
+// their way: each warp has a ring of STAGES chunks of 16 rows x CHUNK columns, across tiles. Lanes read what others of their
+// warp have copied, but warps do not wait for each other: sums of a tile lie in one of BUFFERS buffers until a warp, another
+// one for each tile, has added them in order. The first weights are asked for before the kernel in front has ended.
 #pragma once
 
 #include "instructions.cuh"
@@ -38,9 +38,11 @@ constexpr bool IS_HALF<__half> = true;
 // scales are of 128 columns, else of whole rows.
 static_assert(CHUNK == 256, "a warp copies two rows of a chunk at once");
 
-template <typename T, bool BLOCKS, int TURNS>
+template <typename T, bool BLOCKS, int TURNS, int OCTETS>
 __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_constant__ Product p) {
-  constexpr int AT_ONCE = TURNS == 1 ? 4 : 2;  // steps whose weights are in registers at a time
+  static_assert(TURNS * OCTETS <= 2, "x is in registers");
+  constexpr int AT_ONCE = TURNS * OCTETS == 1 ? 4 : 2;      // steps whose weights are in registers at a time
+  constexpr int CHAINS = BLOCKS || OCTETS == 2 ? 1 : 2;  // sums of a token
   constexpr int STEPS = CHUNK / 64;      // of 64 columns: 16 bytes of each of the four lanes that share a row
   constexpr int STAGE = 16 * CHUNK;      // bytes
   constexpr int ROW_LANES = CHUNK / 16;  // lanes that copy a row
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
 
   const uint32_t ring = shared_address(shared) + warp * (STAGES * STAGE), ring_end = ring + STAGES * STAGE;
   const uint32_t sums = shared_address(shared) + warps * (STAGES * STAGE);
-  const uint32_t full = sums + BUFFERS * warps * WARP_SUMS, empty = full + BUFFERS * 8;
+  const uint32_t full = sums + BUFFERS * warps * OCTETS * WARP_SUMS, empty = full + BUFFERS * 8;
 
   // Weights: row r and 16 bytes c of it are at r * CHUNK + (c ^ 4 * (r & 1)) * 16, so that lanes read them from different banks.
   const uint32_t copy_to = (lane / ROW_LANES) * CHUNK + ((lane % ROW_LANES) ^ (4 * ((lane / ROW_LANES) & 1))) * 16;
@@ -96,47 +98,54 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
   wait_for_dependencies();
 
   // Of tokens that do not exist any other's will do: their sums are not stored.
-  uint32_t x[TURNS][STEPS][8];
-  const T* const of_token = static_cast<const T*>(p.x) + min(g, tokens - 1) * p.x_stride;
+  uint32_t x[OCTETS][TURNS][STEPS][8];
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) {
+  for (int o = 0; o < OCTETS; ++o) {
+    const T* const of_token = static_cast<const T*>(p.x) + min(o * OCTET + g, tokens - 1) * p.x_stride;
 #pragma unroll
-    for (int s = 0; s < STEPS; ++s) {
-      const int column = warp_column + turn * warps * CHUNK + s * 64 + t * 16;
-      uint4 low{}, high{};
-      if (column < end_column) low = load_global(of_token + column), high = load_global(of_token + column + 8);
-      x[turn][s][0] = low.x, x[turn][s][1] = low.y, x[turn][s][2] = low.z, x[turn][s][3] = low.w;
-      x[turn][s][4] = high.x, x[turn][s][5] = high.y, x[turn][s][6] = high.z, x[turn][s][7] = high.w;
+    for (int turn = 0; turn < TURNS; ++turn) {
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s) {
+        const int column = warp_column + turn * warps * CHUNK + s * 64 + t * 16;
+        uint4 low{}, high{};
+        if (column < end_column) low = load_global(of_token + column), high = load_global(of_token + column + 8);
+        x[o][turn][s][0] = low.x, x[o][turn][s][1] = low.y, x[o][turn][s][2] = low.z, x[o][turn][s][3] = low.w;
+        x[o][turn][s][4] = high.x, x[o][turn][s][5] = high.y, x[o][turn][s][6] = high.z, x[o][turn][s][7] = high.w;
+      }
     }
   }
   // bfloat16 times a power of two, which brings a token's largest number of the warp into [2^14, 2^15), is a float16: another
   // exponent, and three bits more. What is less than 2^-29 of the largest becomes 0.
-  float inverse[2] = {1, 1};  // of the tokens of this lane's sums
-  if constexpr (!IS_HALF<T>) {
-    uint32_t two = 0;
+  float inverse[OCTETS][2];  // of the tokens of this lane's sums
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn)
+  for (int o = 0; o < OCTETS; ++o) {
+    inverse[o][0] = inverse[o][1] = 1;
+    if constexpr (!IS_HALF<T>) {
+      uint32_t two = 0;
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s)
+      for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) two = max_halves(two, x[turn][s][i] & 0x7fff7fff);
-    uint32_t exponent = max(29u, max(two >> 16, two & 0xffff) >> 7);
-    exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 1));
-    exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 2));
-    const uint32_t least = (exponent - 29) * 0x00800080u;  // in each half
+        for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn)
+          for (int i = 0; i < 8; ++i) two = max_halves(two, x[o][turn][s][i] & 0x7fff7fff);
+      uint32_t exponent = max(29u, max(two >> 16, two & 0xffff) >> 7);
+      exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 1));
+      exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, 2));
+      const uint32_t least = (exponent - 29) * 0x00800080u;  // in each half
 #pragma unroll
-      for (int s = 0; s < STEPS; ++s)
+      for (int turn = 0; turn < TURNS; ++turn)
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const uint32_t v = x[turn][s][i];
-          x[turn][s][i] = (max_halves(v & 0x7fff7fff, least) * 8 - least * 8) | (v & 0x80008000u);
-        }
+        for (int s = 0; s < STEPS; ++s)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {  // infinity and NaN, which no power of two brings there, give NaN
-      const uint32_t of_sum = __shfl_sync(0xffffffffu, exponent, (2 * t + e) * 4);
-      inverse[e] = __uint_as_float(of_sum == 255 ? 0x7fffffff : (of_sum - 14) << 23);
+          for (int i = 0; i < 8; ++i) {
+            const uint32_t v = x[o][turn][s][i];
+            x[o][turn][s][i] = (max_halves(v & 0x7fff7fff, least) * 8 - least * 8) | (v & 0x80008000u);
+          }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {  // infinity and NaN, which no power of two brings there, give NaN
+        const uint32_t of_sum = __shfl_sync(0xffffffffu, exponent, (2 * t + e) * 4);
+        inverse[o][e] = __uint_as_float(of_sum == 255 ? 0x7fffffff : (of_sum - 14) << 23);
+      }
     }
   }
 
@@ -174,7 +183,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
       }
     }
     if (n < count) {
-      float acc[BLOCKS ? 1 : 2][4] = {};
+      float acc[OCTETS][CHAINS][4] = {};
 #pragma unroll
       for (int turn = 0; turn < TURNS; ++turn) {
         if constexpr (BLOCKS) {
@@ -184,7 +193,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
         }
         wait_groups<STAGES - 1>();
         __syncwarp();
-        float part[4];
+        float part[OCTETS][4];
 #pragma unroll
         for (int first = 0; first < STEPS; first += AT_ONCE) {
           uint4 words[AT_ONCE][2];
@@ -206,7 +215,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
             if constexpr (BLOCKS) {
               if ((s & 1) == 0) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) part[i] = 0;
+                for (int i = 0; i < 4 * OCTETS; ++i) part[i >> 2][i & 3] = 0;
               }
             }
             const uint4 low = words[of_word][0], high = words[of_word][1];
@@ -216,24 +225,33 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
               uint32_t a[4];
               widen(lows[i], a[0], a[2]);
               widen(highs[i], a[1], a[3]);
-              auto& sum = BLOCKS ? part : acc[BLOCKS ? 0 : i & 1];
-              mma(sum, a[0], a[1], a[2], a[3], x[turn][s][2 * i], x[turn][s][2 * i + 1]);
+#pragma unroll
+              for (int o = 0; o < OCTETS; ++o) {
+                auto& sum = BLOCKS ? part[o] : acc[o][i % CHAINS];
+                mma(sum, a[0], a[1], a[2], a[3], x[o][turn][s][2 * i], x[o][turn][s][2 * i + 1]);
+              }
             }
             if constexpr (BLOCKS) {
               if (s & 1) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) acc[0][i] = fmaf(part[i], now[s >> 1][i >> 1], acc[0][i]);
+                for (int i = 0; i < 4 * OCTETS; ++i) {
+                  float& sum = acc[i >> 2][0][i & 3];
+                  sum = fmaf(part[i >> 2][i & 3], now[s >> 1][(i & 3) >> 1], sum);
+                }
               }
             }
           }
         }
       }
-      float v[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = (acc[0][i] + (BLOCKS ? 0.0f : acc[BLOCKS ? 0 : 1][i])) * inverse[i & 1];
       const int buffer = n % BUFFERS;
       if (n >= BUFFERS) wait_for(empty + buffer * 8, (n / BUFFERS - 1) & 1);
-      store_shared(sums + (buffer * warps + chunk) * WARP_SUMS + lane * 16, v[0], v[1], v[2], v[3]);
+#pragma unroll
+      for (int o = 0; o < OCTETS; ++o) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) v[i] = (acc[o][0][i] + (CHAINS == 1 ? 0.0f : acc[o][CHAINS - 1][i])) * inverse[o][i & 1];
+        store_shared(sums + ((buffer * warps + chunk) * OCTETS + o) * WARP_SUMS + lane * 16, v[0], v[1], v[2], v[3]);
+      }
       __syncwarp();
       if (lane == 0) arrive(full + buffer * 8);
     }
@@ -241,20 +259,23 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
       next_added += warps;
       const int buffer = (n - 1) % BUFFERS;
       wait_for(full + buffer * 8, (n - 1) / BUFFERS & 1);
-      const uint32_t from = sums + buffer * warps * WARP_SUMS + lane * 16;
-      float v[4] = {};  // of tokens 2t and 2t + 1: row g, row g; row g + 8, row g + 8
+      const uint32_t from = sums + buffer * warps * OCTETS * WARP_SUMS + lane * 16;
+      float v[OCTETS][4] = {};  // of tokens 2t and 2t + 1: row g, row g; row g + 8, row g + 8
 #pragma unroll 4
       for (int w = 0; w < warps; ++w) {
-        const float4 more = load_shared_floats(from + w * WARP_SUMS);
-        v[0] += more.x, v[1] += more.y, v[2] += more.z, v[3] += more.w;
+#pragma unroll
+        for (int o = 0; o < OCTETS; ++o) {
+          const float4 more = load_shared_floats(from + (w * OCTETS + o) * WARP_SUMS);
+          v[o][0] += more.x, v[o][1] += more.y, v[o][2] += more.z, v[o][3] += more.w;
+        }
       }
       __syncwarp();
       if (lane == 0) arrive(empty + buffer * 8);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int token = 2 * t + e;
+      for (int i = 0; i < 2 * OCTETS; ++i) {
+        const int e = i & 1, token = (i >> 1) * OCTET + 2 * t + e;
         if (token >= tokens) continue;
-        float v0 = v[e] * scale0, v1 = v[2 + e] * scale1;
+        float v0 = v[i >> 1][e] * scale0, v1 = v[i >> 1][2 + e] * scale1;
         if (p.gated) {
           const int row = added * 8 + g;
           if (row >= half) continue;
@@ -283,8 +304,10 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
 
 template <typename T>
 cudaError_t launch(const Product& p, const Launch& how, bool columns, cudaStream_t stream) {
-  void (*const kernel)(Product) = how.turns == 1 ? (columns ? product_kernel<T, true, 1> : product_kernel<T, false, 1>)
-                                                 : (columns ? product_kernel<T, true, 2> : product_kernel<T, false, 2>);
+  void (*const kernel)(Product) =
+      p.tokens > OCTET ? (columns ? product_kernel<T, true, 1, 2> : product_kernel<T, false, 1, 2>)
+      : how.turns == 1 ? (columns ? product_kernel<T, true, 1, 1> : product_kernel<T, false, 1, 1>)
+                       : (columns ? product_kernel<T, true, 2, 1> : product_kernel<T, false, 2, 1>);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};

@@ -1,4 +1,4 @@
-"""The op `linear_fp8` for up to 8 tokens, alone and with what follows. Other calls go to the provider `triton`."""
+"""The op `linear_fp8` for up to 16 tokens, alone and with what follows. Other calls go to the provider `triton`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from nanovllm.kernels.cuda.fp8.plan import (
     CHUNK,
     LEAST_COLUMNS,
     MAX_TOKENS,
-    MAX_WARPS,
-    MOST_TURNS,
     TILE_ROWS,
     Fp8CudaPlan,
     blocks_of_a_multiprocessor,
+    most_columns,
     plan_fp8_cuda,
     shared_bytes,
 )
@@ -26,12 +25,11 @@ from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, 
 
 _ALL = 31
 """The shift of row numbers of weights whose rows share scales."""
-MOST_GATED_COLUMNS = MOST_TURNS * MAX_WARPS * CHUNK
 
 
 def runs(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the kernel can run a call: 1 to 8 tokens of 16 bits, multiples of 64 columns, and rows of the weight that
-    it can read 16 bytes at a time.
+    """Whether the kernel can run a call: 1 to 16 tokens of 16 bits, multiples of 64 columns, and rows of the weight
+    that it can read 16 bytes at a time.
     """
     rows, size = weight.shape
     if x.dtype not in (torch.float16, torch.bfloat16) or x.shape[-1] != size or not size or size % 64:
@@ -47,7 +45,15 @@ def takes(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
     that one block has all columns, too.
     """
     size = weight.shape[1]
-    return LEAST_COLUMNS <= size <= (MOST_GATED_COLUMNS if gated else size) and runs(x, weight)
+    if size < LEAST_COLUMNS or not runs(x, weight):
+        return False
+    return not gated or size <= most_columns(x.numel() // size)
+
+
+def num_tokens_gated(weight: torch.Tensor) -> range:
+    """For how many tokens `takes` lets a gated call pass, as far as that depends on the columns of the weight."""
+    size = weight.shape[1]
+    return range(1, 1 + sum(LEAST_COLUMNS <= size <= most_columns(tokens) for tokens in range(1, MAX_TOKENS + 1)))
 
 
 def fp8_product(
@@ -55,7 +61,7 @@ def fp8_product(
     sums: bool = False, plan: Fp8CudaPlan | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The product of a call that the kernel `runs`: [tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits,
-    tokens, rows]. gated: at most `MOST_GATED_COLUMNS` columns. plan: in place of the built-in one.
+    tokens, rows]. gated: at most `most_columns` of the tokens. plan: in place of the built-in one.
     """
     x, tokens, stride = matrix_of(x)
     if stride % 8 or x.data_ptr() % 16:
@@ -66,7 +72,7 @@ def fp8_product(
     scale = adjacent(scale)
     shift = _ALL if scale.shape[0] == 1 else height.bit_length() - 1
     tiles = cdiv(rows // (1 + gated), TILE_ROWS // (1 + gated))
-    plan = plan or plan_fp8_cuda(tiles, size, sums, num_sms(x))
+    plan = plan or plan_fp8_cuda(tokens, tiles, size, sums, num_sms(x))
     chunks = cdiv(size, CHUNK)
     split_chunks = cdiv(chunks, plan.splits)
     splits = cdiv(chunks, split_chunks)
@@ -75,10 +81,10 @@ def fp8_product(
         y = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
     else:
         y = torch.empty((tokens, rows // (1 + gated)), dtype=x.dtype, device=x.device)
-    blocks = max(1, min(tiles, blocks_of_a_multiprocessor(plan) * num_sms(x) // splits))
+    blocks = max(1, min(tiles, blocks_of_a_multiprocessor(plan, tokens) * num_sms(x) // splits))
     numbers = (
         stride, weight.stride(0), scale.stride(0), shift, tokens, rows, size, tiles, split_chunks, gated, apart, blocks,
-        splits, plan.warps, shared_bytes(plan), plan.turns,
+        splits, plan.warps, shared_bytes(plan, tokens), plan.turns,
     )  # fmt: skip
     bias = adjacent(bias)
     product_kernel(x.device, FP8_FOLDER)(x, weight, scale, bias, y, numbers)

@@ -272,8 +272,7 @@ def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
     a kernel; others have two, as separate ops.
     """
     if weight.dtype != torch.uint8:
-        taken = fp8.LEAST_COLUMNS <= weight.shape[1] <= fp8.MOST_GATED_COLUMNS
-        return range(1, fp8.MAX_TOKENS + 1 if taken else 1)
+        return fp8.num_tokens_gated(weight)
     return range(1, (WIDE_TOKENS if _has_wide(weight.device) else MAX_TOKENS) + 1)
 
 
