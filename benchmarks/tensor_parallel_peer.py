@@ -6,6 +6,7 @@ start, of which most is compilation, is waited for once, and a slower clock of t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -16,10 +17,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from nanovllm.bench.engines.common import Engine
 from nanovllm.bench.job import Job, Row
+from nanovllm.bench.worker import measure_workload
+from nanovllm.bench.workloads import select
 
 _BLOCKS = 400
 """Blocks of nanovllm's cache: 128 sequences have three each. The engines of several numbers of GPUs fit together."""
@@ -64,11 +68,11 @@ class Side:
             print(self.name, *told[1:], told[0], flush=True)
         return self.state
 
-    def measure(self, load: str, timeout: float) -> None:
-        """Print the row of a workload, and keep its rates."""
+    def measure(self, load: str, turn: int, timeout: float) -> None:
+        """Print the row of a workload, and keep its rates. turn: decides the prompts, see `answers`."""
         if self.state != "ready" or timeout <= 0:
             return
-        self._ask(load)
+        self._ask([load, turn])
         told = self._next(timeout)
         if told[0] != "row":
             self.state = "ended"
@@ -118,11 +122,11 @@ def compare(pairs: Sequence[tuple[Side, Side]], loads: Sequence[str], rounds: in
         for load in loads:
             for side in sides if turn % 2 == 0 else sides[::-1]:
                 side.wait(0.0)
-                side.measure(load, end - time.monotonic())
+                side.measure(load, turn, end - time.monotonic())
     for side in sides:
         if not side.rates and side.wait(end - time.monotonic()) == "ready":
             for load in loads:
-                side.measure(load, end - time.monotonic())
+                side.measure(load, 0, end - time.monotonic())
     for load in loads:
         for pair in pairs:
             ours, theirs = (max(side.rates.get(load, [0.0])) for side in pair)
@@ -132,21 +136,36 @@ def compare(pairs: Sequence[tuple[Side, Side]], loads: Sequence[str], rounds: in
 
 
 def jobs(model: str, ranks: int, repeat: int, config: dict[str, Any] | None, **options: Any) -> tuple[Job, Job]:
-    """The jobs of nanovllm and vLLM. config: of a preset, for random weights."""
-    ours = dict(tensor_parallel_size=ranks, num_kvcache_blocks=_BLOCKS) | options
-    theirs = dict(tensor_parallel_size=ranks, gpu_memory_utilization=_VLLM_MEMORY) | options
+    """The jobs of nanovllm and vLLM, both without a prefix cache. config: of a preset, for random weights."""
+    both = dict(tensor_parallel_size=ranks, enable_prefix_caching=False)
+    ours = both | dict(num_kvcache_blocks=_BLOCKS) | options
+    theirs = both | dict(gpu_memory_utilization=_VLLM_MEMORY) | options
     return Job("nanovllm", "", model, (), config, ours, repeat), Job("vllm", "", model, (), config, theirs, repeat)
 
 
+def answers(job: Job, engine: Engine, asked: Iterable[str]) -> Iterator[list[Any]]:
+    """A row for each line that asks for one: `["row", rates, TTFT, ITL]`.
+
+    Args:
+        asked: JSON of [workload, turn]. The prompts of each turn are others, and the same for all engines.
+    """
+    for line in asked:
+        name, turn = json.loads(line)
+        (workload,) = select([name])
+        drawn = dataclasses.replace(job, seed=job.seed + turn * max(job.repeat, job.warmup))
+        row = Row(job.engine, "", job.model, workload.name, workload.description, about=engine.about())
+        measure_workload(drawn, workload, engine, row)
+        rates = [repeat.output_rate for repeat in row.repeats]
+        yield ["row", rates, row.median("ttft_p50"), row.median("itl_p50")]
+
+
 def serve() -> None:
-    """The process of a side: reads a job, starts its engine, then reads names of workloads. A line of JSON each."""
+    """The process of a side: reads a job, starts its engine, then answers. A line of JSON each."""
     told, asked = os.fdopen(os.dup(1), "w", buffering=1), os.fdopen(os.dup(0))
     os.dup2(2, 1)  # what engines print
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     from nanovllm import LLM
     from nanovllm.bench.engines import start
-    from nanovllm.bench.worker import measure_workload
-    from nanovllm.bench.workloads import select
     from nanovllm.distributed.processes import exit_with_parent
 
     exit_with_parent()
@@ -162,12 +181,8 @@ def serve() -> None:
     about = engine.about()
     seconds = f"{time.perf_counter() - since:.1f}"
     print(json.dumps(["ready", about["version"], f"on {about['device']}, after {seconds} s:"]), file=told)
-    for line in asked:
-        (workload,) = select([json.loads(line)])
-        row = Row(job.engine, "", job.model, workload.name, workload.description, about=about)
-        measure_workload(job, workload, engine, row)
-        rates = [repeat.output_rate for repeat in row.repeats]
-        print(json.dumps(["row", rates, row.median("ttft_p50"), row.median("itl_p50")]), file=told)
+    for answer in answers(job, engine, asked):
+        print(json.dumps(answer), file=told)
     engine.close()
 
 

@@ -24,7 +24,7 @@ import vllm  # noqa: E402
 
 _OPTIONS = (
     "kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager",
-    "tensor_parallel_size",
+    "tensor_parallel_size", "enable_prefix_caching",
 )  # fmt: skip
 
 
