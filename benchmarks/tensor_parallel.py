@@ -5,6 +5,7 @@
     python -m benchmarks.tensor_parallel --limit 280    # ends after 280 s; what was measured by then is printed
     python -m benchmarks.tensor_parallel --preset qwen3-8b --vllm DIR    # beside vLLM, whose packages are in DIR; all
                                             # engines fit on a GPU of 141 GB together; Qwen3-32B only with --ranks 2
+    python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2 --sequences 128 --profile 3    # kernels of a step
 
 Sums are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts of 128
 tokens, 256 greedy output tokens each, the best of --repeat runs. Its tokens are compared with those of the first
@@ -55,6 +56,12 @@ def parser() -> argparse.ArgumentParser:
         "--vllm",
         metavar="DIR",
         help="packages with vLLM: bench.py's workloads bs1 to bs128, in turns with it, on each number of GPUs",
+    )
+    p.add_argument(
+        "--profile",
+        type=int,
+        metavar="LAYERS",
+        help="nothing but the kernels of rank 0's decode steps, in order, of a model with so many layers",
     )
     p.add_argument("--kernels", default="", help='JSON of kernel_priority, such as \'{"all_reduce": ["native"]}\'')
     return p
@@ -275,6 +282,20 @@ def beside_vllm(args: argparse.Namespace, ranks: list[int], end: float) -> None:
                     side.close()
 
 
+def profiles(args: argparse.Namespace, ranks: list[int]) -> None:
+    """The kernels of decode steps of each preset, in this process."""
+    from benchmarks.tensor_parallel_profile import profile
+    from nanovllm.models.model_presets import preset
+
+    if args.profile < 1 or args.vllm:
+        sys.exit(f"--profile {args.profile}: expected at least one layer, and no --vllm")
+    for name in args.preset.split(","):
+        for size in ranks:
+            print(f"\n{name}, random weights", flush=True)
+            counts = _numbers(args.sequences)
+            profile(preset(name), size, args.profile, counts, device=args.device, **_kernels(args))
+
+
 def main() -> None:
     if len(sys.argv) == 3 and sys.argv[1].isdecimal():
         serve_rank(int(sys.argv[1]), int(sys.argv[2]))
@@ -288,6 +309,9 @@ def main() -> None:
     ranks = _numbers(args.ranks)
     if args.device == "cuda" and max(ranks) > torch.cuda.device_count():
         sys.exit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    if args.profile is not None:
+        profiles(args, ranks)
+        return
     if args.vllm:
         beside_vllm(args, ranks, end)
         return

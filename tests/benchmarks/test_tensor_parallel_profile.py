@@ -1,0 +1,44 @@
+"""Which kernels a decode step has: of a trace, and of an engine on the CPU, whose steps have none."""
+
+import subprocess
+import sys
+
+from benchmarks.tensor_parallel_profile import kernel_rows, profile
+from tests import tiny
+
+CONFIG = tiny.DEFAULTS | dict(architectures=["Qwen3ForCausalLM"], rms_norm_eps=1e-6, rope_theta=1e4, dtype="float32")
+
+
+def step(start, number, *kernels):
+    """Events of a step that launches kernels of (name, start, duration, grid)."""
+    host = dict(ph="X", pid=1, tid=1)
+    yield dict(host, cat="user_annotation", name="decode: 2 sequences", ts=start, dur=10)
+    yield dict(host, cat="cuda_runtime", name="launch", ts=start + 1, dur=1, args=dict(correlation=number))
+    for name, at, duration, grid in kernels:
+        arguments = dict(correlation=number, grid=grid)
+        yield dict(ph="X", pid=0, tid=7, cat="kernel", name=name, ts=start + at, dur=duration, args=arguments)
+
+
+def test_kernels_are_in_order_with_medians_and_their_own_time():
+    events = []
+    for number, longer in enumerate((0, 1, 5)):
+        # The second `product` starts 2 us before the end of the sum.
+        kernels = ("product", 20, 8 + longer, [80, 1, 1]), ("sum", 40, 6, [128, 1, 1]), ("product", 44, 9, [400, 1, 1])
+        events += step(100 * number, number, *kernels)
+    events += step(300, 3, ("other", 20, 90, [1, 1, 1]))
+    rows, steps = kernel_rows(events)
+    assert steps == 3 and [tuple(row) for row in rows] == [
+        ("product", "80x1x1", 9, 9), ("sum", "128x1x1", 6, 6), ("product", "400x1x1", 7, 9),
+    ]  # fmt: skip
+
+
+def test_an_engine_of_few_layers_is_profiled(capsys):
+    profile(CONFIG, 1, 1, [2, 3], device="cpu", use_custom_kernels=False, kvcache_block_size=256)
+    said = capsys.readouterr().out
+    assert "1 layers on 1 rank(s), cpu" in said and "3 sequences:" in said and said.count("| all 0 kernels |") == 2
+
+
+def test_no_layers_are_refused():
+    command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--device", "cpu", "--profile", "0"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "--profile 0: expected at least one layer" in done.stderr
