@@ -188,6 +188,11 @@ def test_what_is_taken(monkeypatch):
     assert taken(weight_like(4096, 1024)) == range(1, 257) == taken(weight_like(4096, 1024, torch.float16))
     assert taken(weight_like(24576, 4096), gated=True) == range(1, 129)
     assert taken(weight_like(2048, 6144)) == range(2, 193)
+    # More programs than the GPU has room for at once: gate and up of Llama 3 8B, and a rank's of Qwen3-32B on two.
+    for weight in (weight_like(28672, 4096), weight_like(25600, 5120)):
+        assert taken(weight, gated=True) == taken(weight) == range(1, 65)
+        assert small_products.num_tokens_linear(weight) == range(1, 65)
+        assert [n for n in (64, 65) if n in small_products.num_tokens_linear_silu_and_mul(weight)] == [64]
     refused = [
         weight_like(4096, 1024, torch.float32), weight_like(4096, 1000), weight_like(4096, 0), weight_like(0, 64),
         weight_like(4096, 1024, contiguous=False), weight_like(4096, 1024, address=8),
