@@ -135,11 +135,11 @@ def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
-@pytest.mark.parametrize("rows, size", [(16406, 512), (16406, 768), (600, 12288)])
+@pytest.mark.parametrize("rows, size", [(16406, 512), (16406, 768), (4090, 1536), (600, 12288)])
 def test_values_of_large_blocks(kind, rows, size, device, launches):
     """The plans of many rows, and columns for which x has phases: alone, gated and as sums."""
     operands, values = make(kind, rows, size, device)
-    for tokens in (1, 8, 16):
+    for tokens in (1, 2, 5, 8, 16):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         check(product(x, operands), x, values)
         weight = products._operands(x, *operands)
@@ -147,7 +147,7 @@ def test_values_of_large_blocks(kind, rows, size, device, launches):
         gated = products.linear_packed_silu_and_mul(x, *operands)
         plain = ops.silu_and_mul.native(products._run(x, weight, None))
         torch.testing.assert_close(gated, plain, rtol=2**-7, atol=1e-5)
-    assert len(launches) == 12
+    assert len(launches) == 20
 
 
 @pytest.mark.gpu
@@ -228,8 +228,8 @@ def test_blocks_of_the_ring_have_room(four, tokens):
     planes = (*planes, ScalePlane(1, -2), None)[:4]
     for rows, groups in ((24576, 32), (4096, 96), (64, 2048), (151936, 32), (6144, 2)):
         for sums in (False, True):
-            plan = plan_ring(four, rows, tokens, sums)
-            assert plan_ring(four, rows, tokens, sums, small=True) is None
+            plan = plan_ring(four, rows, groups, tokens, 132, sums)
+            assert plan_ring(four, rows, groups, tokens, 132, sums, small=True) is None
             if plan is None:
                 continue
             assert plan.warps <= most_warps and plan.fragments <= (1 if tokens <= 8 else 2)
@@ -237,6 +237,11 @@ def test_blocks_of_the_ring_have_room(four, tokens):
             turns = -(-steps // (plan.warps // plan.row_warps))
             phases = phases_of(plan, turns, tokens, 128 if four else 64, planes)
             assert 1 <= phases.turns <= turns and phases.shared_bytes <= 227 * 1024 and phases.panel[4] % 32 == 16
+    if 1 < tokens <= 8:
+        plans = [plan_ring(four, rows, 32, tokens, 132, False) for rows in (1024, 4096, 6144, 24576, 151936)]
+        assert [p.row_warps for p in plans] == [1, 2, 3, 12, 12] and {p.warps for p in plans} == {12}
+        assert plan_ring(four, 4096, 96, tokens, 132, True) == PackedCudaPlan(6, 12, 3, 1)
+        assert plan_ring(four, 256, 8, tokens, 132, True) is None  # few blocks
     assert ScalePlane(2, 1).room(4) >= 3 * 2 + 14  # four steps from an odd one have parts of three pairs
 
 

@@ -70,9 +70,11 @@ def turns_of_a_phase(turns: int, bytes_a_turn: int) -> int:
     return turns if turns <= most else most
 
 
-def plan_ring(four: bool, rows: int, tokens: int, sums: bool, small: bool = False) -> PackedCudaPlan | None:
-    """For Q4_K (four) or Q6_K, where the kernel of ring.cuh was faster on an H200, on the whole, at 1, 8 or 16 tokens
-    for the shapes of Qwen3-8B (docs/log/kernels.md); None elsewhere.
+def plan_ring(
+    four: bool, rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool, small: bool = False
+) -> PackedCudaPlan | None:
+    """For Q4_K (four) or Q6_K, where the kernel of ring.cuh was faster on an H200, on the whole, at 1 or 16 tokens for
+    the shapes of Qwen3-8B (docs/log/kernels.md); None elsewhere.
 
     Args:
         small: a block has at most 99 KiB of shared memory, as of compute capability 12. A ring may take more.
@@ -85,12 +87,24 @@ def plan_ring(four: bool, rows: int, tokens: int, sums: bool, small: bool = Fals
             return PackedCudaPlan(4, 8, 4 if four else 6, 1)
         return PackedCudaPlan(4, 4, 1, 1) if large else PackedCudaPlan(1, 8, 1, 1)
     if tokens <= 8:
-        return None if four or sums else PackedCudaPlan(3, 12, 1, 1)
+        return _plan_wide_ring(rows, groups, multiprocessors, sums)
     if sums:
         return PackedCudaPlan(4, 8, 4, 1 if four else 2)
     if large:
         return None if four else PackedCudaPlan(4, 8, 1, 2)
     return PackedCudaPlan(3, 12, 1, 1)
+
+
+def _plan_wide_ring(rows: int, groups: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
+    """Every block copies all of x, so there is one for a multiprocessor, if rows allow that: of 12 warps, with as few
+    of its own rows as make no more blocks than that. None: the blocks of sums are too few.
+    """
+    row_blocks = [(warps, -(-rows // (16 * warps))) for warps in (1, 2, 3, 4, 6, 12)]
+    if not sums:
+        return PackedCudaPlan(next((w for w, blocks in row_blocks if blocks <= multiprocessors), 12), 12, 1, 1)
+    warps, blocks = row_blocks[4]
+    splits = max(1, min(multiprocessors // blocks, groups // _LEAST_STEPS))
+    return PackedCudaPlan(warps, 12, splits, 1) if 4 * blocks * splits >= 3 * multiprocessors else None
 
 
 def plan_wide(rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:

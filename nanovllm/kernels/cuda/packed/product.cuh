@@ -154,6 +154,38 @@ __device__ __forceinline__ void store_pairs(uint32_t to, const uint4& v) {
   }
 }
 
+// Chunks of 8 columns of all tokens, `count` of each, in the order of the decoded pairs at place(token, chunk) of shared memory.
+// Warps share a token if there are more of them. A lane has four loads under way, since its next chunks are a constant away:
+// their latency is what a block with several tokens begins with. MORE: eight, the last ones of a token too, for more registers.
+template <bool FOUR, bool MORE, typename Place>
+__device__ __forceinline__ void copy_tokens(const void* x, int64_t stride_bytes, int tokens, int count, Place place) {
+  constexpr int AHEAD = MORE ? 8 : 4, ROUND = AHEAD * 32;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  const int sharers = max(1, warps / tokens), teams = warps / sharers, team = warp / sharers;
+  const int each = ((count + sharers - 1) / sharers + ROUND - 1) & ~(ROUND - 1);
+  const int begin = (warp - team * sharers) * each, end = min(count, begin + each);
+  for (int token = team; token < tokens; token += teams) {
+    const uint4* from = reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(x) + token * stride_bytes);
+    if constexpr (MORE) {
+#pragma unroll 1
+      for (int c = begin + lane; c < end; c += ROUND) {
+        uint4 v[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          if (c + i * 32 < end) v[i] = from[c + i * 32];
+        }
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          if (c + i * 32 < end) store_pairs<FOUR>(place(token, c + i * 32), v[i]);
+        }
+      }
+    } else {
+#pragma unroll AHEAD
+      for (int c = begin + lane; c < end; c += 32) store_pairs<FOUR>(place(token, c), from[c]);
+    }
+  }
+}
+
 // The sums of warps that share columns, added in order. False: another warp has the result. barrier: of all those warps.
 template <int FR, int NT, typename Barrier>
 __device__ __forceinline__ bool add_column_warps(float (&acc)[FR][NT][4], uint8_t* shared, int row_warp, int column_warp,
@@ -283,15 +315,10 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
   auto stage = [&](int begin) {
     const int count = min(phase_steps, steps - begin) * CHUNKS;
     const T* x = static_cast<const T*>(p.x) + int64_t(first_step + begin) * K::columns;
-    for (int token = warp; token < tokens; token += warps) {
-      const int odd = token & 1;
-#pragma unroll 4
-      for (int c = lane; c < count; c += 32) {
-        const uint4 v = *reinterpret_cast<const uint4*>(x + token * p.x_stride + c * 8);
-        const int place = FOUR ? c ^ ((c >> 3) & 1) ^ (odd << 1) : c ^ odd;
-        store_pairs<FOUR>(x_shared + token * token_bytes + place * 16, v);
-      }
-    }
+    copy_tokens<FOUR, false>(x, p.x_stride * 2, tokens, count, [&](int token, int c) {
+      const int odd = token & 1, place = FOUR ? c ^ ((c >> 3) & 1) ^ (odd << 1) : c ^ odd;
+      return x_shared + token * token_bytes + place * 16;
+    });
   };
 
   uint32_t x_token[NT];  // where this lane's chunks of a token begin

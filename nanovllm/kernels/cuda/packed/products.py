@@ -149,7 +149,8 @@ def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> Pa
         return wide
     ring = None
     if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
-        ring = plan_ring(w.storage == _Storage.Q4_K, rows, tokens, sums, has_99_kib(x.device))
+        four = w.storage == _Storage.Q4_K
+        ring = plan_ring(four, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
     return ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
 

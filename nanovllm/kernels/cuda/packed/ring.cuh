@@ -42,14 +42,16 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t word, int i) {
   }
 }
 
-// Of a thread. The largest block, RING_WARPS warps, has room with any of them.
+// Of a thread, for up to so many tokens. The largest block, RING_WARPS warps, has room with any of them; with one token there is
+// room for four blocks of 8 warps. With up to 8 tokens a multiprocessor has one block.
 constexpr int registers(int tokens, int fragments) {
-  return fragments == 1 ? (tokens == 1 ? 64 : 80) : (tokens == 1 ? 80 : 128);
+  return tokens == 1 ? 64 : tokens == 8 ? 168 : fragments == 1 ? 80 : 128;
 }
-static_assert(RING_WARPS * 32 * 128 <= 65536);
+static_assert(RING_WARPS * 32 * registers(8, 1) <= 65536);
 
-template <Storage STORAGE, int NT, int FR>
-__global__ void __maxnreg__(registers(NT, FR)) ring_kernel(const __grid_constant__ Product p) {
+template <Storage STORAGE, int TOKENS, int FR>
+__global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_constant__ Product p) {
+  constexpr int NT = (TOKENS + 7) / 8;
   using T = __nv_bfloat16;
   using K = Traits<STORAGE>;
   constexpr bool FOUR = K::four;
@@ -131,14 +133,10 @@ __global__ void __maxnreg__(registers(NT, FR)) ring_kernel(const __grid_constant
   auto stage = [&](int begin) {
     const int count = min(phase_steps, steps - begin) * CHUNKS;
     const T* x = static_cast<const T*>(p.x) + int64_t(first_step + begin) * K::columns;
-    for (int token = warp; token < tokens; token += warps) {
-#pragma unroll 4
-      for (int c = lane; c < count; c += 32) {
-        const uint4 v = *reinterpret_cast<const uint4*>(x + token * p.x_stride + c * 8);
-        const int place = (c & ~(CHUNKS - 1)) + (c % LANE_CHUNKS) * 4 + (c / LANE_CHUNKS) % 4;
-        store_pairs<FOUR>(x_shared + token * token_bytes + place * 16, v);
-      }
-    }
+    copy_tokens<FOUR, TOKENS == 8>(x, p.x_stride * 2, tokens, count, [&](int token, int c) {
+      const int place = (c & ~(CHUNKS - 1)) + (c % LANE_CHUNKS) * 4 + (c / LANE_CHUNKS) % 4;
+      return x_shared + token * token_bytes + place * 16;
+    });
   };
 
   // Where this lane's chunks of a token begin. Sums of tokens that do not exist are not used, so any other will do.
@@ -254,16 +252,17 @@ __global__ void __maxnreg__(registers(NT, FR)) ring_kernel(const __grid_constant
   store_results<T>(p, acc, [&](int f, int h) { return row_of(row_warp * FR + f, h, g); });
 }
 
-template <Storage STORAGE, int NT, int FR>
+template <Storage STORAGE, int TOKENS, int FR>
 cudaError_t ring_launch(const Product& p, const Launch& how, cudaStream_t stream) {
-  return enqueue(ring_kernel<STORAGE, NT, FR>, 16 * FR * p.row_warps, p, how, stream);
+  return enqueue(ring_kernel<STORAGE, TOKENS, FR>, 16 * FR * p.row_warps, p, how, stream);
 }
 
 template <Storage STORAGE>
 cudaError_t ring_with_tokens(const Product& p, const Launch& how, cudaStream_t stream) {
   if (how.warps > RING_WARPS || how.fragments > (p.tokens <= 8 ? 1 : 2)) return cudaErrorInvalidValue;
-  if (p.tokens <= 8) return ring_launch<STORAGE, 1, 1>(p, how, stream);
-  return how.fragments == 1 ? ring_launch<STORAGE, 2, 1>(p, how, stream) : ring_launch<STORAGE, 2, 2>(p, how, stream);
+  if (p.tokens == 1) return ring_launch<STORAGE, 1, 1>(p, how, stream);
+  if (p.tokens <= 8) return ring_launch<STORAGE, 8, 1>(p, how, stream);
+  return how.fragments == 1 ? ring_launch<STORAGE, 16, 1>(p, how, stream) : ring_launch<STORAGE, 16, 2>(p, how, stream);
 }
 
 }  // namespace nanovllm::packed
