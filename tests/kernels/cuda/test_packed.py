@@ -134,7 +134,7 @@ def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["int4", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("rows, size", [(16406, 512), (16406, 768), (4090, 1536), (600, 12288)])
 def test_values_of_large_blocks(kind, rows, size, device, launches):
     """The plans of many rows, and columns for which x has phases: alone, gated and as sums."""
@@ -180,10 +180,11 @@ def test_any_strides(device, launches):
         check(product(x, operands).view(4, 200), x.reshape(4, 1024), values)
     rows = torch.zeros(200, 700, dtype=torch.uint8, device=device)
     rows[:, 16:528] = operands[1]
-    apart = torch.zeros(200, 20, dtype=BF16, device=device)
-    apart[:, 5:13] = operands[2]
+    apart = torch.zeros(2, 200, 24, dtype=BF16, device=device)
+    apart[0, :, 8:16] = apart[1, :, 5:13] = operands[2]
     x = wide[:, :1024]
-    assert torch.equal(product(x, ("int4", rows[:, 16:528], apart[:, 5:13], None)), product(x, operands))
+    assert torch.equal(product(x, ("int4", rows[:, 16:528], apart[0, :, 8:16], None)), product(x, operands))
+    check(product(x, ("int4", rows[:, 16:528], apart[1, :, 5:13], None)), x, values)  # not at multiples of 16 bytes
     assert launches
 
 
@@ -218,14 +219,18 @@ def test_plans():
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16])
-@pytest.mark.parametrize("four", [True, False])
-def test_blocks_of_the_ring_have_room(four, tokens):
+@pytest.mark.parametrize("kind", ["int4", "Q4_K", "Q6_K"])
+def test_blocks_of_the_ring_have_room(kind, tokens):
     """Threads, registers and shared memory of every plan fit; eight rows of scales are in different banks."""
     header = (Path(library.FOLDER) / "packed.cuh").read_text()
     assert f"RING_STAGES = {RING_STAGES};" in header
     most_warps = int(re.search(r"RING_WARPS = (\d+);", header)[1])
-    planes = tuple(ScalePlane(*p) for p in ((2, 1), (2, 1), (1, -2), (1, -2))) if four else (ScalePlane(2, 2), None)
-    planes = (*planes, ScalePlane(1, -2), None)[:4]
+    four = kind != "Q6_K"
+    planes = {
+        "int4": (ScalePlane(2, 0), None, None, None),
+        "Q4_K": (ScalePlane(2, 1), ScalePlane(2, 1), ScalePlane(1, -2), ScalePlane(1, -2)),
+        "Q6_K": (ScalePlane(2, 2), None, ScalePlane(1, -2), None),
+    }[kind]
     for rows, groups in ((24576, 32), (4096, 96), (64, 2048), (151936, 32), (6144, 2)):
         for sums in (False, True):
             plan = plan_ring(four, rows, groups, tokens, 132, sums)
@@ -261,11 +266,11 @@ def test_plans_of_many_tokens():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["int4", "k_planes", "ring", "wide", "wide_zero"])
+@pytest.mark.parametrize("source", ["int4", "k_planes", "ring", "ring_int4", "wide", "wide_zero"])
 def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
     wide = source.startswith("wide")
     product = "wgmma.mma_async.sync.aligned.m64n" if wide else "mma.sync.aligned.m16n8k16"
-    copied = wide or source == "ring"
+    copied = wide or source.startswith("ring")
     load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
     check_machine_code(Path(library.FOLDER) / f"{source}.cu", "sm_90a", tmp_path, [product], load)
 

@@ -42,8 +42,14 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
   cudaError_t error;
   if (storage <= Storage::int4_zero) {
     const bool zeros = storage == Storage::int4_zero;
-    error = how.fragments == 0 ? int4_product(p, how, real, real_of(*scale), zeros, stream)
-                               : (zeros ? wide_zero_product : wide_product)(p, how, real, real_of(*scale), stream);
+    if (how.fragments == 0) {
+      error = int4_product(p, how, real, real_of(*scale), zeros, stream);
+    } else if (how.fragments == 4) {
+      error = (zeros ? wide_zero_product : wide_product)(p, how, real, real_of(*scale), stream);
+    } else {
+      TORCH_CHECK_VALUE(real == Real::bfloat16 && !zeros, "x: expected bfloat16, and no zero points, with this plan");
+      error = ring_int4_product(p, how, real_of(*scale), stream);
+    }
   } else if (storage <= Storage::int8_zero) {
     error = int8_product(p, how, real, real_of(*scale), storage == Storage::int8_zero, stream);
   } else {

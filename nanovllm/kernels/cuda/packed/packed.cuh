@@ -65,5 +65,7 @@ cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool
 cudaError_t planes_product(const Product&, const Launch&, Storage, cudaStream_t);  // x: bfloat16
 cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16
 cudaError_t ring_product(const Product&, const Launch&, Storage, cudaStream_t);    // x: bfloat16; Q4_K and Q6_K
+// x: bfloat16, up to 8 tokens; int4, whose rows of scales begin at multiples of 16 bytes
+cudaError_t ring_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
 
 }  // namespace nanovllm::packed

@@ -74,7 +74,7 @@ def plan_ring(
     four: bool, rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool, small: bool = False
 ) -> PackedCudaPlan | None:
     """For Q4_K (four) or Q6_K, where the kernel of ring.cuh was faster on an H200, on the whole, at 1 or 16 tokens for
-    the shapes of Qwen3-8B (docs/log/kernels.md); None elsewhere.
+    the shapes of Qwen3-8B (docs/log/kernels.md); None elsewhere. Of int4 those without sums, of up to 8 tokens.
 
     Args:
         small: a block has at most 99 KiB of shared memory, as of compute capability 12. A ring may take more.

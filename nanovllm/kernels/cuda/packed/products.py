@@ -63,7 +63,7 @@ class _Weight:
     step_shift: int = 0
     middle: int = 0
     planes: tuple[int, int, int, int] = (0, 0, 0, 0)  # of d, m, sc and mn in a row
-    scales: tuple[ScalePlane | None, ...] = ()  # the same four
+    scales: tuple[ScalePlane | None, ...] = ()  # the same four; of int4 the first is that of the groups
 
 
 @functools.cache
@@ -91,7 +91,8 @@ def _affine(
     shift = _ALL if group == size else steps.bit_length() - 1
     first = _Storage.INT4 if bits == 4 else _Storage.INT8
     storage = _Storage(first + (zero is not None))
-    return _Weight(storage, bits, weight, scale, zero, shift, 2 ** (bits - 1) if zero is None else 0)
+    middle = 2 ** (bits - 1) if zero is None else 0
+    return _Weight(storage, bits, weight, scale, zero, shift, middle, scales=(ScalePlane(2, shift), None, None, None))
 
 
 def _planes(size: int, weight: torch.Tensor, kind: str) -> _Weight | None:
@@ -141,6 +142,15 @@ def _operands(
     return _affine(size, weight, scale, zero, bits, x.dtype)
 
 
+def _takes_ring(w: _Weight, x: torch.Tensor, tokens: int, sums: bool) -> bool:
+    """Whether the kernel of ring.cuh is a choice. Rows of int4's scales have to begin at multiples of 16 bytes."""
+    if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
+        return True
+    if w.storage != _Storage.INT4 or w.scale is None or x.dtype != torch.bfloat16 or sums or tokens > 8:
+        return False
+    return not w.scale.stride(0) % 8 and not w.scale.data_ptr() % 16
+
+
 def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> PackedCudaPlan:
     groups = x.shape[-1] // _GROUP
     if tokens > MAX_TOKENS:
@@ -148,8 +158,8 @@ def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> Pa
         assert wide is not None  # `_operands` has asked
         return wide
     ring = None
-    if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
-        four = w.storage == _Storage.Q4_K
+    if _takes_ring(w, x, tokens, sums):
+        four = w.storage != _Storage.Q6_K
         ring = plan_ring(four, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
     return ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 

@@ -1,4 +1,5 @@
-// The kernel of Q4_K and Q6_K where it is faster than that of product.cuh, of which it has the mapping to the tensor cores.
+// The kernel of Q4_K, Q6_K and int4 where it is faster than that of product.cuh, of which it has the mapping to the tensor cores.
+// Weights are scaled first and rounded to bfloat16, and so are scales in float16.
 //
 // Weights go through shared memory only to have RING_STAGES steps under way without registers: a lane copies the bytes that it
 // will read itself, so no thread waits for another. Scales of all rows of the block are copied in pieces of 16 bytes. Weights
@@ -30,7 +31,11 @@ __device__ __forceinline__ uint32_t load_shared8(uint32_t at) {
 
 // An integer q of 4 or 8 bits is a number without an instruction: as the bits of a bfloat16, it is q * 2^-133, below the smallest
 // normal number and up to twice of it. One fma multiplies it by a scale times 2^105, which has room for any, and adds.
-constexpr float SCALE_FACTOR = 0x1p105f, SCALED_UNIT = 0x1p-28f;
+// Scales of a group are bfloat16, of a larger range: times 2^85.
+template <bool GROUP>
+constexpr float SCALE_FACTOR = GROUP ? 0x1p85f : 0x1p105f;
+template <bool GROUP>
+constexpr float SCALED_UNIT = GROUP ? 0x1p-48f : 0x1p-28f;
 
 // Pair i of a word; FOUR: an odd one is 16 times its number.
 template <bool FOUR>
@@ -49,12 +54,13 @@ constexpr int registers(int tokens, int fragments) {
 }
 static_assert(RING_WARPS * 32 * registers(8, 1) <= 65536);
 
-template <Storage STORAGE, int TOKENS, int FR>
+template <typename SCALE, Storage STORAGE, int TOKENS, int FR>
 __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_constant__ Product p) {
   constexpr int NT = (TOKENS + 7) / 8;
   using T = __nv_bfloat16;
   using K = Traits<STORAGE>;
   constexpr bool FOUR = K::four;
+  constexpr float FACTOR = SCALE_FACTOR<K::group>, UNIT = SCALED_UNIT<K::group>;
   constexpr int CHUNKS = K::columns / 8;  // of 8 columns of x, in a step
   constexpr int LANE_CHUNKS = CHUNKS / 4;
   extern __shared__ __align__(128) uint8_t shared[];
@@ -105,25 +111,30 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
   // Scales of a phase in shared memory: for each row of the block pieces of 16 bytes that hold them.
   uint32_t plane_at[4];  // minus the place of the first
   uint32_t panel_row = panel + (row_warp * (FR * 16) + g) * p.panel[4];
-  auto stage_plane = [&](int i, uint32_t offset, int bytes, int begin, int end) {  // elements of `bytes` of each row
+  // Elements of `bytes` of each row. Rows are a multiple of 16 bytes apart.
+  auto stage_plane = [&](int i, const void* base, uint32_t stride, int bytes, int begin, int end) {
     const int pieces = (p.panel[i + 1] - p.panel[i]) >> 4;
     for (int r = threadIdx.x >> 3; r < p.row_warps * FR * 16; r += blockDim.x >> 3) {
-      const uintptr_t first = reinterpret_cast<uintptr_t>(p.weight + offset) +
-                              uintptr_t(uint32_t(valid_row(r >> 4, (r >> 3) & 1, r & 7))) * p.weight_stride + begin * bytes;
+      const uintptr_t first = reinterpret_cast<uintptr_t>(base) +
+                              uintptr_t(uint32_t(valid_row(r >> 4, (r >> 3) & 1, r & 7))) * stride + begin * bytes;
       const int count = int((first & 15) + (end - begin) * bytes + 15) >> 4;
       for (int c = threadIdx.x & 7; c < min(count, pieces); c += 8) {
         copy16(panel + r * p.panel[4] + p.panel[i] + c * 16, reinterpret_cast<const void*>((first & ~uintptr_t(15)) + c * 16));
       }
     }
-    plane_at[i] = panel_row + p.panel[i] + ((offset + begin * bytes) & 15) - begin * bytes;
+    plane_at[i] = panel_row + p.panel[i] + uint32_t((reinterpret_cast<uintptr_t>(base) + begin * bytes) & 15) - begin * bytes;
   };
   auto stage_scales = [&](int begin, int end) {  // steps of the whole row
+    if constexpr (K::group) {
+      stage_plane(0, p.scale, p.scale_stride * 2, 2, begin >> p.step_shift, ((end - 1) >> p.step_shift) + 1);
+      return;
+    }
     const int part = begin << K::step_parts_shift, last_part = end << K::step_parts_shift;
     const int block = begin >> K::block_shift, last_block = ((end - 1) >> K::block_shift) + 1;
-    stage_plane(0, p.d, 2, block, last_block);
-    if constexpr (K::minimum) stage_plane(1, p.m, 2, block, last_block);
-    stage_plane(2, p.sc, 1, part, last_part);
-    if constexpr (K::minimum) stage_plane(3, p.mn, 1, part, last_part);
+    stage_plane(0, p.weight + p.d, p.weight_stride, 2, block, last_block);
+    if constexpr (K::minimum) stage_plane(1, p.weight + p.m, p.weight_stride, 2, block, last_block);
+    stage_plane(2, p.weight + p.sc, p.weight_stride, 1, part, last_part);
+    if constexpr (K::minimum) stage_plane(3, p.weight + p.mn, p.weight_stride, 1, part, last_part);
   };
 
   // x in shared memory: [token][step of the phase][chunk of a lane][lane of four][8 columns], columns in the order of the
@@ -155,17 +166,20 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
         const uint32_t row = (f * 16 + h * 8) * p.panel[4];
         const uint32_t part = (step << K::step_parts_shift) + (t >> K::lane_shift);
         const uint32_t block = (step >> K::block_shift) * 2;
-        float v = __half2float(__ushort_as_half(uint16_t(load_shared16(plane_at[0] + row + block))));
-        const uint32_t bits = load_shared8(plane_at[2] + row + part);
-        v *= K::signed_scales ? float_of_byte(bits ^ 0x80u) - 128.0f : float_of_byte(bits);
-        scale2[f][h][0] = Half<T>::pair(v * SCALE_FACTOR);
-        scale2[f][h][1] = Half<T>::pair(v * (FOUR ? SCALE_FACTOR / 16 : SCALE_FACTOR));
+        const uint32_t scale_at = K::group ? (step >> p.step_shift) * 2 : block;
+        float v = Half<SCALE>::widen_bits(load_shared16(plane_at[0] + row + scale_at));
+        if constexpr (!K::group) {
+          const uint32_t bits = load_shared8(plane_at[2] + row + part);
+          v *= K::signed_scales ? float_of_byte(bits ^ 0x80u) - 128.0f : float_of_byte(bits);
+        }
+        scale2[f][h][0] = Half<T>::pair(v * FACTOR);
+        scale2[f][h][1] = Half<T>::pair(v * (FOUR ? FACTOR / 16 : FACTOR));
         if constexpr (K::minimum) {
-          float m = __half2float(__ushort_as_half(uint16_t(load_shared16(plane_at[1] + row + block)))) * SCALED_UNIT;
+          float m = __half2float(__ushort_as_half(uint16_t(load_shared16(plane_at[1] + row + block)))) * UNIT;
           m *= -float_of_byte(load_shared8(plane_at[3] + row + part));
           offset[f][h] = Half<T>::pair(m);
         } else {
-          offset[f][h] = Half<T>::pair(v * (-SCALED_UNIT * p.middle));  // a power of two times the rounded scale
+          offset[f][h] = Half<T>::pair(v * (-UNIT * p.middle));  // a power of two times the rounded scale
         }
       }
     }
@@ -246,23 +260,28 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
   }
 
 #pragma unroll
-  for (int i = 0; i < FR * NT * 4; ++i) (&acc[0][0][0])[i] *= 1 / SCALED_UNIT;
+  for (int i = 0; i < FR * NT * 4; ++i) (&acc[0][0][0])[i] *= 1 / UNIT;
 
   if (!add_column_warps(acc, shared, row_warp, column_warp, column_warps, [] { __syncthreads(); })) return;
   store_results<T>(p, acc, [&](int f, int h) { return row_of(row_warp * FR + f, h, g); });
 }
 
-template <Storage STORAGE, int TOKENS, int FR>
+template <typename SCALE, Storage STORAGE, int TOKENS, int FR>
 cudaError_t ring_launch(const Product& p, const Launch& how, cudaStream_t stream) {
-  return enqueue(ring_kernel<STORAGE, TOKENS, FR>, 16 * FR * p.row_warps, p, how, stream);
+  return enqueue(ring_kernel<SCALE, STORAGE, TOKENS, FR>, 16 * FR * p.row_warps, p, how, stream);
 }
 
-template <Storage STORAGE>
+template <typename SCALE, Storage STORAGE>
 cudaError_t ring_with_tokens(const Product& p, const Launch& how, cudaStream_t stream) {
   if (how.warps > RING_WARPS || how.fragments > (p.tokens <= 8 ? 1 : 2)) return cudaErrorInvalidValue;
-  if (p.tokens == 1) return ring_launch<STORAGE, 1, 1>(p, how, stream);
-  if (p.tokens <= 8) return ring_launch<STORAGE, 8, 1>(p, how, stream);
-  return how.fragments == 1 ? ring_launch<STORAGE, 16, 1>(p, how, stream) : ring_launch<STORAGE, 16, 2>(p, how, stream);
+  if (p.tokens == 1) return ring_launch<SCALE, STORAGE, 1, 1>(p, how, stream);
+  if (p.tokens <= 8) return ring_launch<SCALE, STORAGE, 8, 1>(p, how, stream);
+  if constexpr (Traits<STORAGE>::group) {
+    return cudaErrorInvalidValue;
+  } else {
+    return how.fragments == 1 ? ring_launch<SCALE, STORAGE, 16, 1>(p, how, stream)
+                              : ring_launch<SCALE, STORAGE, 16, 2>(p, how, stream);
+  }
 }
 
 }  // namespace nanovllm::packed
