@@ -178,7 +178,7 @@ def test_any_strides(device, launches):
     wide = torch.randn(4, 3000, dtype=BF16, device=device)
     for x in views_of_1024_columns(wide):
         check(product(x, operands).view(4, 200), x.reshape(4, 1024), values)
-    rows = torch.zeros(200, 700, dtype=torch.uint8, device=device)
+    rows = torch.zeros(200, 704, dtype=torch.uint8, device=device)
     rows[:, 16:528] = operands[1]
     apart = torch.zeros(2, 200, 24, dtype=BF16, device=device)
     apart[0, :, 8:16] = apart[1, :, 5:13] = operands[2]
