@@ -262,6 +262,9 @@ class LLMEngine:
     def _watch(self, request: Request, completion: Completion, logprobs: LogprobsTensors | None, row: int) -> None:
         """Look at a token that a completion got: its log-probabilities, stop strings, and the end of a constraint."""
         seq = completion.seq
+        if seq.constraint is not None and seq.constraint.ended_by_force(seq.num_output_tokens) and seq.finished:
+            logger.warning("request %d ends early: %s", request.request_id, seq.constraint.error)
+            seq.finish_reason, seq.stop_reason = "abort", None
         if completion.logprobs is not None and logprobs is not None:
             completion.logprobs.append(logprobs.row(row, seq.params.logprobs or 0, request.token_text))
         stop = completion.append(seq.token_ids[-1])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured.grammar import grammar_text, is_installed, parser_limits
+from nanovllm.structured.grammar import grammar_text, is_installed, parser_limits, plain_error
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.weights.bare_tokenizer import whole_tokenizer
 
@@ -40,6 +40,7 @@ class TokenConstraint:
         matcher: llguidance's state of the grammar, at its beginning; None: there is no grammar.
         allowed: [num_words] int32, the tokens that are allowed at all; None: all of them.
         num_words: the number of words of a mask.
+        end_token_ids: what may be sampled when no mask can be made any more; none: any token.
 
     Attributes:
         matcher, num_words: as given.
@@ -48,9 +49,13 @@ class TokenConstraint:
         broken: no mask can be made any more. Then `error` is the same on every rank; a slow mask is not.
     """
 
-    def __init__(self, matcher: Any, allowed: np.ndarray | None, num_words: int) -> None:
+    def __init__(
+        self, matcher: Any, allowed: np.ndarray | None, num_words: int, end_token_ids: Sequence[int] = ()
+    ) -> None:
         self.error: str | None = None
         self.broken = False
+        self._end_token_ids = end_token_ids
+        self._num_good = 0
         self.matcher = matcher
         self.num_words = num_words
         self._allowed = allowed
@@ -69,7 +74,7 @@ class TokenConstraint:
         mask: [num_words] int32, contiguous.
         """
         if self.matcher is None or self.broken:
-            mask[:] = -1
+            mask[:] = -1  # `restrict` writes that of a broken constraint
             return
         start = time.thread_time()  # not wall time, which a busy machine stretches
         # Unlike `unsafe_compute_mask_ptr`, this lets other threads run.
@@ -87,18 +92,24 @@ class TokenConstraint:
         """
         if self.matcher is not None and not self.broken and self.matcher.is_error():
             self._break(f"the grammar is too complex: {self.matcher.get_error()}")
-        if self.broken:
-            mask[:] = -1
-            return
-        if self._allowed is not None:
+        if self._allowed is not None and not self.broken:
             mask &= self._allowed
             if not mask.any():
                 self._break("the grammar and allowed_token_ids have no token in common")
-                mask[:] = -1
+        if self.broken:
+            mask[:] = 0 if self._end_token_ids else -1
+            for token_id in self._end_token_ids:
+                mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+            return
         _ban(mask, banned)
 
+    def ended_by_force(self, num_output: int) -> bool:
+        """Whether the last of `num_output` tokens was sampled when no mask could be made any more."""
+        return self.broken and num_output > self._num_good
+
     def _break(self, error: str) -> None:
-        self.error, self.broken = error, True
+        if not self.broken:
+            self.error, self.broken, self._num_good = error, True, self.num_taken
 
 
 class MaskFiller:
@@ -187,7 +198,8 @@ class ConstraintMaker:
             allowed = np.packbits(bits, bitorder="little").view(np.int32)
         if isinstance(params.structured_outputs, StructuredOutputs):
             matcher = self._compile(params.structured_outputs)
-        return [TokenConstraint(matcher and matcher.deep_copy(), allowed, num_words) for _ in range(params.n)]
+        ends = () if matcher is None else self._end_token_ids
+        return [TokenConstraint(matcher and matcher.deep_copy(), allowed, num_words, ends) for _ in range(params.n)]
 
     def _compile(self, spec: StructuredOutputs) -> Any:
         if self._tokenizer is None:
@@ -204,7 +216,7 @@ class ConstraintMaker:
                     self._vocabulary_of_model(), grammar_text(spec), log_level=0, limits=parser_limits()
                 )
                 if matcher.is_error():
-                    raise ValueError(f"{spec.called}: {matcher.get_error()}")
+                    raise ValueError(f"{spec.called}: {plain_error(matcher.get_error())}")
                 matcher.compute_bitmask()  # copies have what the first mask took to find out
                 self._compiled[spec] = matcher
                 if len(self._compiled) > _COMPILED:

@@ -36,6 +36,16 @@ def parser_limits() -> Any:
     return LLParserLimits(step_lexer_fuel=50_000, step_max_items=12_500, max_lexer_states=50_000, verbose_errors=False)
 
 
+def plain_error(said: str) -> str:
+    """What the library says of a grammar, without its backtrace and its words for itself."""
+    said = said.split("<backtrace>")[0].split("<non-verbose/>")[0].strip()
+    if said.startswith("NoExtensionBias"):
+        return "no text matches the grammar"
+    if said.startswith("panic:"):
+        return f"the grammar is too large for llguidance ({said[6:].strip()}); simplify it"
+    return said
+
+
 def grammar_text(spec: StructuredOutputs) -> str:
     """The constraint in llguidance's format.
 

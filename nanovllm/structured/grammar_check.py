@@ -16,7 +16,7 @@ from collections import OrderedDict
 from dataclasses import asdict
 from typing import Any
 
-from nanovllm.structured.grammar import grammar_text, parser_limits, require_llguidance
+from nanovllm.structured.grammar import grammar_text, parser_limits, plain_error, require_llguidance
 from nanovllm.structured_outputs import StructuredOutputs
 
 _MEMORY = 2 * 2**30
@@ -123,6 +123,6 @@ def _error_of(spec: dict[str, Any]) -> str | None:
         )
         if not matcher.is_error():
             matcher.compute_bitmask()
-        return matcher.get_error()[:500] or None
+        return plain_error(matcher.get_error())[:500] or None
     except ValueError as error:
-        return str(error)[:500]
+        return plain_error(str(error))[:500]

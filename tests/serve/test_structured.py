@@ -51,9 +51,20 @@ def test_a_tool_that_must_be_called(server):
         assert "".join(d["function"].get("arguments", "") for d in deltas) == call["function"]["arguments"]
 
 
+def test_a_grammar_that_breaks_ends_the_answer_before_a_token_that_it_does_not_allow(server):
+    tokenizer = server.engine.tokenizer
+    allowed = [tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id]
+    body = dict(prompt="x", max_tokens=8, structured_outputs={"regex": "[ac][bd]"}, allowed_token_ids=allowed)
+    (choice,) = server.post("/v1/completions", **body)["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "abort", None)
+    ends = [event["choices"][0] for event in server.events("/v1/completions", **body)[:-1]]
+    assert "".join(end["text"] for end in ends) == "a" and ends[-1]["finish_reason"] == "abort"
+
+
 @pytest.mark.parametrize(
     "body, said",
     [
+        (dict(structured_outputs={"grammar": "root ::= root"}), "structured_outputs: no text matches the grammar"),
         (dict(response_format={"type": "xml"}), "response_format"),
         (dict(response_format={"type": "text", "schema": {}}), "'schema' is no field of type 'text'"),
         (dict(response_format=FORMAT, structured_outputs={"choice": ["a"]}), "exclude each other"),
@@ -68,7 +79,7 @@ def test_a_tool_that_must_be_called(server):
 )
 def test_what_cannot_be_served_is_a_400(server, body, said):
     status, error = server.refused("/v1/chat/completions", messages=MESSAGES, **body)
-    assert status == 400 and said in error["message"]
+    assert status == 400 and said in error["message"] and "backtrace" not in error["message"]
 
 
 def test_parameters_travel_to_another_process():

@@ -7,6 +7,7 @@ import pytest
 
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.structured.constraint import ConstraintMaker, MaskFiller, TokenConstraint
+from nanovllm.structured.grammar import plain_error
 from nanovllm.structured.grammar_check import GrammarChecker
 from tests import tiny
 
@@ -42,7 +43,8 @@ def test_a_grammar_allows_what_it_says_and_the_end_token_at_its_end(maker):
     (x,), (zero,) = ids("x"), ids("0")
     assert allowed(constraint, [x]) == ids("01") | {END}
     assert allowed(constraint, [x, zero]) == {END} and constraint.error is None
-    assert allowed(constraint, [x, zero, x]) == set(range(SIZE)) and "does not allow" in constraint.error
+    assert allowed(constraint, [x, zero, x]) == {END} and "does not allow" in constraint.error
+    assert not constraint.ended_by_force(3) and constraint.ended_by_force(4)
 
 
 def test_bans_leave_at_least_one_token(maker):
@@ -57,8 +59,15 @@ def test_allowed_tokens_and_a_grammar_apply_together(maker):
     both = dict(structured_outputs={"regex": "[abc]"}, allowed_token_ids=[*sorted(ids("az")), END])
     assert allowed(one(maker, **both), []) == ids("a")
     none = one(maker, structured_outputs={"regex": "[abc]"}, allowed_token_ids=sorted(ids("z")))
-    allowed(none, [])
-    assert "no token in common" in none.error
+    assert allowed(none, []) == {END}
+    assert "no token in common" in none.error and none.ended_by_force(1)
+
+
+def test_errors_of_the_library_have_no_backtrace():
+    said = plain_error("panic: assertion failed: symbols.len() < 65525\n<backtrace>\n   0: /home/x.rs\n")
+    assert said == "the grammar is too large for llguidance (assertion failed: symbols.len() < 65525); simplify it"
+    with pytest.raises(ValueError, match="structured_outputs: no text matches the grammar$"):
+        GrammarChecker().check(StructuredOutputs(json={"$ref": "#"}))
 
 
 def test_completions_have_states_of_their_own(maker):
