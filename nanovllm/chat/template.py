@@ -13,6 +13,8 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_TEXT_ROLES = ("system", "developer", "user")
+"""Roles whose messages must have a text; others may call tools, or bring what a tool has returned."""
 
 
 def check_conversations(messages: Any) -> dict[str, Sequence[Message]]:
@@ -31,12 +33,19 @@ def check_conversations(messages: Any) -> dict[str, Sequence[Message]]:
 
 
 def check_messages(name: str, messages: Any) -> None:
-    """Raise a TypeError unless this is a list of messages. What else a message holds is up to the template."""
+    """Raise a TypeError unless this is a list of messages, with texts where a text must be.
+
+    What else a message holds is up to the template.
+    """
     if not _is_list(messages) or not messages:
         raise _no_conversation(name, messages)
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise _no_conversation(f"{name}[{i}]", message)
+        content = message.get("content")
+        if message["role"] in _TEXT_ROLES and not (isinstance(content, str) or _is_list(content)):
+            said = f"content={content!r:.80}" if "content" in message else "content is missing"
+            raise TypeError(f"{name}[{i}]: {said}: pass a text, or a list of parts with texts")
 
 
 def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:

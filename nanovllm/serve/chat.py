@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.chat import (
@@ -23,7 +24,7 @@ from nanovllm.serve.answering import ChunkedAnswer, answer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
-from nanovllm.serve.protocol import ChatRequest, parse
+from nanovllm.serve.protocol import ChatRequest, parse, renamed
 from nanovllm.serve.sampling import bad_request, sampling_params
 from nanovllm.serve.service import Service
 from nanovllm.serve.structured import constraint
@@ -42,13 +43,26 @@ async def chat_completions(service: Service, exchange: Exchange, key: str) -> No
 class Conversation:
     """A chat request, checked, with the prompt that its template makes.
 
+    Args:
+        names: what another interface calls the fields of a chat, for error messages.
+
     Raises:
         ApiError: it cannot be served.
     """
 
-    def __init__(self, service: Service, request: ChatRequest) -> None:
+    def __init__(self, service: Service, request: ChatRequest, names: Mapping[str, str] = MappingProxyType({})) -> None:
         self.service = service
         self.request = request
+        self._names = dict(names)
+        if request.max_completion_tokens is not None:
+            self._names["max_tokens"] = "max_completion_tokens"
+        if request.top_logprobs:
+            self._names["logprobs"] = "top_logprobs"
+        with renamed(self._names):
+            self._read()
+
+    def _read(self) -> None:
+        service, request = self.service, self.request
         template = service.chat_template
         try:
             self.tools = ToolPlan.of(request.tools, request.tool_choice, template, request.parallel_tool_calls)
@@ -84,10 +98,11 @@ class Conversation:
         return usage | {"completion_tokens_details": {"reasoning_tokens": count}}
 
     async def start(self, exchange: Exchange, key: str) -> Generation:
-        return await self.service.start(
-            exchange, key, [self.prompt], self.params, add_special_tokens=False, cache_salt=self.request.cache_salt,
-            request_id=self.request.request_id,
-        )  # fmt: skip
+        with renamed(self._names):
+            return await self.service.start(
+                exchange, key, [self.prompt], self.params, add_special_tokens=False,
+                cache_salt=self.request.cache_salt, request_id=self.request.request_id, name="messages",
+            )  # fmt: skip
 
 
 def _reasoning_effort(effort: str, template: str) -> dict[str, Any]:

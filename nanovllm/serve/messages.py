@@ -15,10 +15,9 @@ from nanovllm.serve.chat import Conversation
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.event_stream import event
 from nanovllm.serve.http import Exchange
-from nanovllm.serve.protocol import ChatRequest, parse, renamed
+from nanovllm.serve.protocol import ChatRequest, parse
 from nanovllm.serve.service import Service
 
-_RENAMED = {"stop": "stop_sequences", "tools": "tools", "messages": "messages"}
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
 
@@ -29,6 +28,8 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's"""
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -70,14 +71,12 @@ def _conversation(service: Service, request: CountTokensRequest, **others: Any) 
     last = chat[-1] if chat else {}
     goes_on = last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last
     choice, parallel = _tool_choice(request.tool_choice)
-    with renamed(_RENAMED):
-        return Conversation(
-            service,
-            ChatRequest(
-                messages=chat, tools=_tools(request.tools), tool_choice=choice, parallel_tool_calls=parallel,
-                chat_template_kwargs=_thinking(request.thinking, service), continue_final_message=goes_on, **others,
-            ),
-        )  # fmt: skip
+    translated = ChatRequest(
+        messages=chat, tools=_tools(request.tools), tool_choice=choice, parallel_tool_calls=parallel,
+        chat_template_kwargs=_thinking(request.thinking, service) | (request.chat_template_kwargs or {}),
+        continue_final_message=goes_on, **others,
+    )  # fmt: skip
+    return Conversation(service, translated, {"stop": "stop_sequences"})
 
 
 def _text(content: Any, name: str) -> str:
@@ -151,13 +150,13 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
     return names[kind], parallel
 
 
-def _thinking(thinking: dict[str, Any] | None, service: Service) -> dict[str, Any] | None:
+def _thinking(thinking: dict[str, Any] | None, service: Service) -> dict[str, Any]:
     kind = None if thinking is None else thinking.get("type")
     if kind not in (None, "disabled", "enabled", "adaptive"):
         raise ApiError(400, f"thinking: type={kind!r:.40}: must be enabled or disabled", "thinking")
     if kind is not None and "enable_thinking" in (service.chat_template or ""):
         return {"enable_thinking": kind != "disabled"}
-    return None
+    return {}
 
 
 class MessageAnswer:

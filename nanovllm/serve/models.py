@@ -8,7 +8,6 @@ from nanovllm import __version__
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import DetokenizeRequest, TokenizeRequest, parse
-from nanovllm.serve.sampling import bad_request
 from nanovllm.serve.service import Service
 
 
@@ -92,6 +91,6 @@ async def detokenize(service: Service, exchange: Exchange, key: str) -> None:
     try:
         await service.offload(len(request.tokens), service.engine.maker.prompts.check_ids, request.tokens)
     except ValueError as error:
-        raise bad_request(error) from None
+        raise ApiError(400, f"tokens: {error}", "tokens") from None
     text = await service.offload(len(request.tokens), decoder.decode, request.tokens, skip_special_tokens=False)
     await exchange.answer_json({"prompt": text})

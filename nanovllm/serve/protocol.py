@@ -111,6 +111,11 @@ _NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "prompt_cache_options": None, "moderation": (), "cache_control": None, "container": (), "diagnostics": (),
     "inference_geo": (), "output_config": (), "speed": ("standard",), "user_profile_id": None, "workspace_id": None,
     "context_management": (), "mcp_servers": ([],), "conversation": (), "max_tool_calls": None, "prompt": (),
+    "truncation_side": None, "logprob_token_ids": (), "media_io_kwargs": ({},), "return_token_offsets": (False,),
+    "return_prompt_text": (False,), "return_assistant_tokens_mask": (False,), "ec_transfer_params": ({},),
+    "repetition_detection": ({},), "early_stopping": (False,), "enable_response_messages": (False,),
+    "previous_input_messages": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "structural_tag": (),
     "chat_template": (), "lora_request": (), "logits_processors": ([],), "prompt_embeds": (),
 }  # fmt: skip
 """Fields of OpenAI's and vLLM's requests that this server does not have, with the values that are the same as none."""
@@ -119,7 +124,6 @@ _REMEDIES = {
     "use_beam_search": "beam search is not supported; use n for several completions",
     "length_penalty": "beam search is not supported",
     "suffix": "the models of this server do not fill gaps; put everything into the prompt",
-    "store": "this server keeps nothing",
     "modalities": "this server reads and writes text alone",
     "audio": "this server reads and writes text alone",
     "functions": "use tools",
@@ -127,6 +131,16 @@ _REMEDIES = {
     "chat_template": "the server's own template is used; pass chat_template_kwargs",
     "truncate_prompt_tokens": "a prompt is not cut; shorten it",
     "priority": "requests are served in the order of their arrival",
+    "early_stopping": "beam search is not supported",
+    "logprob_token_ids": "pass logprobs for the most likely tokens",
+    "return_token_offsets": "pass logprobs of a completion, which have text_offset",
+    "return_prompt_text": "pass echo=true in a completion, or return_token_ids",
+    "previous_input_messages": "send the whole conversation as input",
+    "store": "this server keeps nothing; leave it out",
+    "guided_json": 'pass structured_outputs={"json": ...}',
+    "guided_regex": 'pass structured_outputs={"regex": ...}',
+    "guided_choice": 'pass structured_outputs={"choice": ...}',
+    "guided_grammar": 'pass structured_outputs={"grammar": ...}',
 }
 
 
@@ -175,5 +189,7 @@ def _invalid(message: str) -> ApiError:
     name = re.match(r"\w+", place)
     missing = re.match(r"Object missing required field `(\w+)`", message)
     param = name[0] if name else missing[1] if missing else None
+    if missing and not name:
+        return ApiError(400, f"{param}: it is required; pass it", param)
     at = place.rstrip("`")
     return ApiError(400, f"{at}: {said}" if at else message, param)

@@ -15,11 +15,17 @@ from nanovllm.serve.chat import Conversation
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.event_stream import event
 from nanovllm.serve.http import Exchange
-from nanovllm.serve.protocol import ChatRequest, parse, renamed
+from nanovllm.serve.protocol import ChatRequest, parse
 from nanovllm.serve.service import Service
 
 _RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
             "messages": "input"}  # fmt: skip
+_SAME = (
+    "top_k", "min_p", "seed", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
+    "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "structured_outputs", "chat_template_kwargs",
+    "cache_salt", "request_id",
+)  # fmt: skip
+"""Fields that a chat has as well."""
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -42,16 +48,28 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     background: bool = False
     # vLLM's
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logit_bias: dict[str, float] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
 
 
 async def responses(service: Service, exchange: Exchange, key: str) -> None:
     request = parse(await service.json(exchange), ResponsesRequest)
     service.check_model(request.model)
     _refuse_state(request)
-    with renamed(_RENAMED):
-        conversation = await service.offload(exchange.body_size, Conversation, service, _chat_request(request))
+    chat = _chat_request(request)
+    conversation = await service.offload(exchange.body_size, Conversation, service, chat, _RENAMED)
     with closing(await conversation.start(exchange, key)) as generation:
         shape = ResponseAnswer(request, conversation, exchange.request_id)
         await answer(exchange, generation, shape, request.stream, service.options)
@@ -96,7 +114,7 @@ def _chat_request(request: ResponsesRequest) -> ChatRequest:
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     return ChatRequest(
         messages=messages, max_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p,
-        top_k=request.top_k, seed=request.seed, ignore_eos=request.ignore_eos, tools=_tools(request.tools),
+        **{name: getattr(request, name) for name in _SAME}, tools=_tools(request.tools),
         tool_choice=choice, parallel_tool_calls=request.parallel_tool_calls, response_format=_format(request.text),
         reasoning_effort=(request.reasoning or {}).get("effort"),
     )  # fmt: skip

@@ -36,7 +36,7 @@ _CHARACTERS_A_TOKEN = 4
 _TEMPLATE_VARIABLES_TAKEN = frozenset({
     "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
-    "return_assistant_tokens_mask", "messages",
+    "return_assistant_tokens_mask", "messages", "self",
 })  # fmt: skip
 
 
@@ -150,12 +150,14 @@ class Service:
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
         request_id: str | None = None,
+        name: str = "prompt",
     ) -> Generation:
         """Admit the request, tokenize its prompts and start them.
 
         Args:
             key: the client's, from `ApiKeys.check`.
             prompts: texts or token ids.
+            name: the field of the request that holds them.
 
         Raises:
             ApiError: it is refused.
@@ -164,6 +166,8 @@ class Service:
         estimates = [len(p) // _CHARACTERS_A_TOKEN + 1 if isinstance(p, str) else len(p) for p in prompts]
         if request_id is not None:
             exchange.rename(request_id)
+        if cache_salt == "":
+            raise ApiError(400, "cache_salt='': must be a string that is not empty; or leave it out", "cache_salt")
         self.check_alive()
         ticket = self.admission.enter(key, completions, params.n * sum(estimates))
         streams: list[OutputStream] = []
@@ -187,7 +191,10 @@ class Service:
                 stream.close()
             ticket.close()
             if isinstance(error, Exception):
-                raise as_api_error(error) from error
+                told = as_api_error(error)
+                if told.status == 400 and told.param is None:
+                    told.param = name
+                raise told from error
             raise
 
     def _make(self, prompt: dict[str, Any], params: SamplingParams, add_special_tokens: bool) -> Request:

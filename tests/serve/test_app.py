@@ -57,7 +57,8 @@ def test_tokenize_and_detokenize(guarded, llm):
     assert found["tokens"] == llm.tokenizer.encode("hello there") and found["count"] == len(found["token_strs"])
     assert guarded.post("/detokenize", tokens=found["tokens"]) == {"prompt": "hello there"}
     assert guarded.refused("/tokenize", prompt="x", messages=[])[0] == 400
-    assert "vocabulary" in guarded.refused("/detokenize", tokens=[10**7])[1]["message"]
+    error = guarded.refused("/detokenize", tokens=[10**7])[1]
+    assert "vocabulary" in error["message"] and error["param"] == "tokens"
 
 
 def test_keys(guarded):

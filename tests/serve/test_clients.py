@@ -181,3 +181,25 @@ def test_tools(client, claude):
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "done"}]}
     asked["messages"] = [*MESSAGES, {"role": "assistant", "content": whole.content}, result]
     assert claude.messages.create(**asked | {"tool_choice": {"type": "none"}}).usage.output_tokens > 0
+
+
+def test_the_fields_that_vllm_adds_to_responses_and_messages(server):
+    body = dict(input="x", max_output_tokens=9, structured_outputs={"regex": "ab1"}, stop="1", request_id="mine")
+    found = server.post("/v1/responses", **body)
+    assert found["output"][0]["content"][0]["text"] == "ab" and found["id"] == "resp_mine"
+    body = dict(input="x", max_output_tokens=4, logit_bias={"65": 100}, temperature=0, ignore_eos=True)
+    (text,) = server.post("/v1/responses", **body)["output"][0]["content"]
+    assert text["text"] == server.post("/detokenize", tokens=[65] * 4)["prompt"]
+    for path, body, said in (
+        ("responses", {"input": "word " * 999}, "max_model_len=256"),
+        ("responses", {"input": "x", "stop": [""]}, "stop=['']"),
+        ("responses", {"input": "x", "min_p": 2}, "min_p=2.0"),
+        ("messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stop_sequences": [""]},
+         "stop_sequences=['']"),
+        ("messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
+                      "chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs"),
+    ):  # fmt: skip
+        status, error = server.refused(f"/v1/{path}", **body)
+        assert status == 400 and said in error["message"]
+        assert error.get("param") in (None, "input", *body)
+    assert server.refused("/v1/responses", input="word " * 999)[1]["param"] == "input"
