@@ -220,7 +220,7 @@ def _first(entry: _Entry) -> FirstToken:
     if request.prompt_logprobs is not None:
         prompt = [None if row is None else _row(row) for row in request.prompt_logprobs]
     queued = 0.0 if seq.admitted_time is None else seq.admitted_time - request.arrival_time
-    return FirstToken(entry.key, seq.num_cached_tokens or 0, queued, prompt)
+    return FirstToken(entry.key, seq.num_cached_tokens or 0, queued, prompt, len(request.prompt_token_ids))
 
 
 def _row(row: dict[int, Logprob]) -> TokenLogprobs:

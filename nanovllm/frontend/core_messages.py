@@ -61,6 +61,7 @@ class FirstToken(NamedTuple):
     queue_seconds: float
     """From the engine's receipt of the request to its admission."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_prompt_tokens: int = 0
 
 
 class CompletionEnd(NamedTuple):

@@ -27,7 +27,10 @@ _TOTALS = {
     "generation_tokens": "Output tokens.",
     "prefix_cache_queries": "Prompt tokens that were looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens that were found in the prefix cache.",
+    "prompt_tokens_cached": "Prompt tokens that were found in the prefix cache.",
 }
+_SOURCES = "local_compute", "local_cache_hit", "external_kv_transfer"
+"""Where vLLM's prompt tokens come from; here none come from outside."""
 
 
 class Histogram:
@@ -82,20 +85,32 @@ class Metrics:
         )
         self._e2e = histogram("e2e_request_latency_seconds", "Seconds from arrival to the last token.", _SECONDS)
         self._queue = histogram("request_queue_time_seconds", "Seconds that a request waited.", _SECONDS)
+        self._inference = histogram("request_inference_time_seconds", "Seconds that a request ran.", _SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "Seconds that its prompt took.", _SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "Seconds from its first token to its last.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generation = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
+        self._longest = histogram(
+            "request_max_num_generation_tokens", "Output tokens of a request's longest completion.", _TOKENS
+        )
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a request that were not cached.", _TOKENS
+        )
         self._n = histogram("request_params_n", "The parameter n.", _COUNTS)
-        self._iteration = histogram("iteration_tokens_total", "Output tokens of a step.", _TOKENS)
+        self._max_tokens = histogram("request_params_max_tokens", "The parameter max_tokens.", _TOKENS)
+        self._iteration = histogram("iteration_tokens_total", "Tokens of new prompts and outputs in a step.", _TOKENS)
         self._step = Histogram("nanovllm:step_seconds", "Seconds of a step.", _STEP_SECONDS)
         self._lag = Histogram("nanovllm:frontend_lag_seconds", "How late the event loop is.", _STEP_SECONDS)
         self._counters: Counter[tuple[str, ...]] = Counter()
         """By name and values of the labels."""
         self._counters.update({(name,): 0 for name in _TOTALS})
         self._counters.update({("request_success", reason): 0 for reason in ("stop", "length", "abort", "error")})
+        self._counters.update({("prompt_tokens_by_source", source): 0 for source in _SOURCES})
         self._last_step = 0.0
         self._histograms = (
-            self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._prompt, self._generation, self._n,
-            self._iteration, self._step, self._lag,
+            self._ttft, self._itl, self._tpot, self._e2e, self._queue, self._inference, self._prefill, self._decode,
+            self._prompt, self._generation, self._longest, self._computed, self._n, self._max_tokens, self._iteration,
+            self._step, self._lag,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------ what is told
@@ -108,7 +123,7 @@ class Metrics:
             continuing = num_tokens - len(outputs.first)
             if continuing > 0 and self._last_step:
                 self._itl.observe(now - self._last_step, continuing)
-            self._iteration.observe(num_tokens)
+            self._iteration.observe(num_tokens + sum(first.num_prompt_tokens for first in outputs.first))
             self._counters["generation_tokens",] += num_tokens
         if outputs.stats.step_seconds:
             self._step.observe(outputs.stats.step_seconds)
@@ -124,9 +139,16 @@ class Metrics:
             self._queue.observe(stream.queue_seconds)
         self._prompt.observe(num_prompt)
         self._n.observe(request.params.n)
+        if request.params.max_tokens is not None:
+            self._max_tokens.observe(request.params.max_tokens)
+        num_cached = stream.num_cached_tokens
+        self._computed.observe(num_prompt - num_cached)
         self._counters["prompt_tokens",] += num_prompt
+        self._counters["prompt_tokens_by_source", "local_compute"] += num_prompt - num_cached
+        self._counters["prompt_tokens_by_source", "local_cache_hit"] += num_cached
+        self._counters["prompt_tokens_cached",] += num_cached
         self._counters["prefix_cache_queries",] += num_prompt
-        self._counters["prefix_cache_hits",] += stream.num_cached_tokens
+        self._counters["prefix_cache_hits",] += num_cached
 
     def finished(self, stream: OutputStream, output: RequestOutput) -> None:
         """A request has ended by itself."""
@@ -134,9 +156,14 @@ class Metrics:
         self._counters["request_success", request.completions[0].seq.finish_reason or "stop"] += 1
         self._generation.observe(request.num_output_tokens)
         total, first = output.metrics.total_time, output.metrics.time_to_first_token
+        longest = max(completion.seq.num_output_tokens for completion in request.completions)
+        self._longest.observe(longest)
         if total is not None and first is not None:
+            queued = stream.queue_seconds or 0.0
             self._e2e.observe(total)
-            longest = max(completion.seq.num_output_tokens for completion in request.completions)
+            self._inference.observe(max(0.0, total - queued))
+            self._prefill.observe(max(0.0, first - queued))
+            self._decode.observe(total - first)
             if longest > 1:
                 self._tpot.observe((total - first) / (longest - 1))
 
@@ -189,10 +216,22 @@ class Metrics:
             gauge = GaugeMetricFamily(name, documentation, labels=["model_name"])
             gauge.add_metric([self._model], value)
             yield gauge
+        waiting = GaugeMetricFamily(
+            f"{prefix}num_requests_waiting_by_reason", "The same by reason.", labels=["model_name", "reason"]
+        )
+        waiting.add_metric([self._model, "capacity"], stats.num_waiting)
+        waiting.add_metric([self._model, "deferred"], 0)
+        yield waiting
+        info = self._engine.info
+        cache = {"model_name": self._model, "block_size": info.block_size, "num_gpu_blocks": info.num_blocks}
+        config = GaugeMetricFamily(f"{prefix}cache_config_info", "The KV cache: always 1.", labels=list(cache))
+        config.add_metric([str(value) for value in cache.values()], 1)
+        yield config
         counters = counts.counters | {("num_preemptions",): stats.num_preemptions}
         families: list[tuple[str, str, str, list[str]]] = [
             *((prefix, name, documentation, []) for name, documentation in _TOTALS.items()),
             (prefix, "num_preemptions", "Sequences that gave up their blocks, to be computed again.", []),
+            (prefix, "prompt_tokens_by_source", "Prompt tokens by where they came from.", ["source"]),
             (prefix, "request_success", "Requests that ended.", ["finished_reason"]),
             (prefix, "admission_rejections", "Requests that were refused.", ["reason"]),
             ("nanovllm:", "http_requests", "HTTP answers.", ["method", "path", "status"]),
