@@ -80,6 +80,13 @@ def test_keys_are_read_from_a_file(tmp_path):
     file.write_text("# none yet\n")
     with pytest.raises(ValueError, match=f"{file}: holds no key"):
         AccessOptions(api_key_file=file).keys()
+    with pytest.raises(ValueError, match=f"{file}: holds no key"):
+        AccessOptions(api_key=["own-secret"], api_key_file=file).keys()
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=f"--api-key-file {file}: cannot be read: "):
+        AccessOptions(api_key_file=file).keys()
+    with pytest.raises(ValueError, match=f"--api-key-file {tmp_path / 'none'}: cannot be read: .*No such file"):
+        AccessOptions(api_key_file=tmp_path / "none").keys()
 
 
 @pytest.fixture

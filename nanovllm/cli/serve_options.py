@@ -140,13 +140,17 @@ class AccessOptions:
     ssl_ca_certs: Annotated[Path | None, _option("The authorities that clients' certificates must be from.")] = None
 
     def keys(self) -> tuple[str, ...]:
-        """Raises: ValueError: the file holds no key."""
+        """Raises: ValueError: the file cannot be read, or holds no key."""
         keys = list(self.api_key or ())
         if self.api_key_file is not None:
-            lines = (line.strip() for line in self.api_key_file.read_text().splitlines())
-            keys += [line for line in lines if line and line[0] != "#"]
-            if not keys:
+            try:
+                lines = [line.strip() for line in self.api_key_file.read_text().splitlines()]
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"--api-key-file {self.api_key_file}: cannot be read: {error}") from None
+            found = [line for line in lines if line and line[0] != "#"]
+            if not found:
                 raise ValueError(f"--api-key-file {self.api_key_file}: holds no key; write one in each line")
+            keys += found
         return tuple(keys)
 
     def tls(self) -> tuple[tuple[str, str], ...]:

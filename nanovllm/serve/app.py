@@ -119,7 +119,8 @@ class App:
                 raise ApiError(404, f"there is no {exchange.path[:200]!r} here", code="not_found")
             elif exchange.method not in route.methods:
                 allowed = " or ".join(route.methods)
-                raise ApiError(405, f"{exchange.method} is not allowed for {path}; use {allowed}", code="wrong_method")
+                said = f"{exchange.method[:40]} is not allowed for {path}; use {allowed}"
+                raise ApiError(405, said, code="wrong_method", allow=", ".join(route.methods))
             else:
                 key = "" if route.open else self.service.keys.check(exchange.headers)
                 await route.handler(self.service, exchange, key)

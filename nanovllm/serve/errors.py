@@ -20,6 +20,7 @@ class ApiError(Exception):
         param: the request's field that is wrong.
         code: a word for programs, such as "model_not_found".
         retry_after: seconds after which the client may try again.
+        allow: of a 405, the methods that the path has.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        allow: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -36,6 +38,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.allow = allow
 
     @property
     def type(self) -> str:
@@ -50,6 +53,8 @@ class ApiError(Exception):
         found = []
         if self.retry_after is not None:
             found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+        if self.allow is not None:
+            found.append((b"allow", self.allow.encode()))
         if self.status == 401:
             found.append((b"www-authenticate", b"Bearer"))
         return found

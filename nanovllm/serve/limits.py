@@ -11,6 +11,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanovllm.serve.options import ServeOptions
 
+_HEADERS_TOO_LARGE = b"431 Request Header Fields Too Large"
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
@@ -45,7 +46,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if len(self.open_connections) >= self.limits.max_connections:
-            self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
+            said = f"at most {self.limits.max_connections} connections are allowed; try again later"
+            self._refuse(b"503 Service Unavailable\r\nretry-after: 1", said)
             return
         self.open_connections.add(self)
         self._await_headers()
@@ -60,7 +62,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._header_bytes += len(data)
             # The body may come in the same piece as the headers' end.
             if self._header_bytes - len(data) > self.limits.max_header_bytes:
-                self._refuse(b"431 Request Header Fields Too Large")
+                self._refuse(_HEADERS_TOO_LARGE, f"the headers have more than {self.limits.max_header_bytes} bytes")
                 return
         if not self._in_body:
             # httptools stops at an upgrade. A server that offers none may ignore that one was asked for.
@@ -76,12 +78,18 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > self.limits.max_header_bytes:
-            raise _TooLarge("the URL is too long")
+            self._refuse(b"414 URI Too Long", f"the URL has more than {self.limits.max_header_bytes} bytes")
+            raise _TooLarge
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
-        if self._num_headers > self.limits.max_headers or len(name) + len(value) > self.limits.max_header_bytes:
-            raise _TooLarge("too many headers")
+        if self._num_headers > self.limits.max_headers:
+            self._refuse(_HEADERS_TOO_LARGE, f"the request has more than {self.limits.max_headers} headers")
+            raise _TooLarge
+        if len(name) + len(value) > self.limits.max_header_bytes:
+            said = f"the header {name[:80].decode('latin-1')!r} has more than {self.limits.max_header_bytes} bytes"
+            self._refuse(_HEADERS_TOO_LARGE, said)
+            raise _TooLarge
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -106,11 +114,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _too_slow(self) -> None:
-        self._refuse(b"408 Request Timeout" if self._header_bytes else b"")
+        said = f"the headers did not arrive within {self.limits.receive_timeout:g} seconds"
+        self._refuse(b"408 Request Timeout" if self._header_bytes else b"", said)
 
-    def _refuse(self, status: bytes) -> None:
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", "this is not a valid HTTP/1.1 request")
+
+    def _refuse(self, status: bytes, said: str) -> None:
         if status and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+            body = said.encode()
+            head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+            self.transport.write(head % (status, len(body)) + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
 

@@ -55,13 +55,18 @@ class ServeOptions:
         for name in ("queue_timeout", "receive_timeout", "send_timeout", "ping_interval", "stall_timeout", "drain"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < (0 if name == "drain" else 0.001):
-                raise ValueError(f"{name}={value!r}: must be a number of seconds above 0")
+                least = "of at least 0" if name == "drain" else "above 0"
+                raise ValueError(f"{name}={value!r}: must be a number of seconds {least}")
         if self.max_per_key is not None and self.max_per_key < 1:
             raise ValueError(f"max_per_key={self.max_per_key!r}: must be at least 1, or None for any number")
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names: a model needs a name; pass --served-model-name")
-        if any(len(key) < 8 or not key.isascii() or not key.isprintable() for key in self.api_keys):
-            raise ValueError("api key: must have at least 8 printable ASCII characters")
+        for i, key in enumerate(self.api_keys, 1):  # a message must not tell the key
+            if len(key) < 8 or not key.isascii() or not key.isprintable():
+                raise ValueError(
+                    f"API key {i} of {len(self.api_keys)}, of {len(key)} characters: must have at least 8 printable"
+                    " ASCII characters; choose another one"
+                )
 
     def share(self, count: int) -> ServeOptions:
         """The options of each of `count` processes that have an equal share of the limits on the whole server."""
