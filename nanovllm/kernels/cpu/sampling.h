@@ -12,6 +12,7 @@ namespace nanovllm {
 constexpr int DRAW_BLOCK = 256;                 // columns that the first level of a draw takes together
 constexpr uint64_t BLOCK_COUNTERS = 1ull << 31;  // from here on counters are of blocks
 constexpr int BUCKETS = 2048;
+constexpr int NEAR = 768;  // buckets: down to a weight of e^-10.5
 
 struct Filters {
     float temperature;
@@ -83,34 +84,79 @@ class RowSampler {
     // Weights in units of 2^-40 of the largest: integers, whose sum does not depend on their order.
     static int64_t weight(float log_weight) { return (int64_t)(exponential(broadcast(log_weight))[0] * 0x1p40f); }
 
-    // Top-k, then top-p. Tokens are put into buckets by falling weight: only one bucket must be sorted.
+    // Top-k, then top-p. Tokens are put into buckets by falling weight: only one bucket must be sorted. The first buckets
+    // are counted at first, since few columns hold most of the mass. Often that is enough.
     void cut(const Filters& row) {
         counts_.assign(BUCKETS, 0);
         masses_.assign(BUCKETS, 0);
+        int64_t total = to_buckets();
+        count(0, NEAR);
+        const bool cuts_k = row.top_k > 0 && row.top_k < size_;
+        if (cuts_k ? sum_of(counts_) < row.top_k : (double)sum_of(masses_) < (double)row.top_p * (double)total)
+            count(NEAR, BUCKETS - 1);
+        if (cuts_k) {
+            keep_top_k(row.top_k);
+            total = sum_of(masses_);
+        }
+        if (row.top_p < 1) keep_top_p(row.top_p, total);
+    }
+
+    static int64_t sum_of(const std::vector<int64_t>& values) {
+        int64_t total = 0;
+        for (int64_t value : values) total += value;
+        return total;
+    }
+
+    // Each column's bucket; the sum of all weights.
+    int64_t to_buckets() {
         buckets_.resize(log_weights_.size());
+        weights_.resize(log_weights_.size());
         constexpr float range = 28.0f;  // beyond, the weight is 0: e^-28 < 2^-40
-        for (size_t i = 0; i < log_weights_.size(); i += LANES) {
-            const Floats x = load<Floats>(&log_weights_[i]);
-            const Floats place = x * (-(BUCKETS - 1) / range);
-            const Floats last = broadcast(BUCKETS - 1);
-            const Ints bucket = __builtin_convertvector(place < last ? place : last, Ints);
-            store(&buckets_[i], bucket);
-            const Floats weights = exponential(x) * 0x1p40f;
-            if (minimum(bucket) == BUCKETS - 1) continue;
-            for (int lane = 0; lane < LANES; lane++) {
-                counts_[bucket[lane]]++;
-                masses_[bucket[lane]] += (int64_t)weights[lane];
+        int64_t total = 0;
+        for (size_t begin = 0; begin < log_weights_.size(); begin += 1024 * LANES) {
+            Ints upper{}, lower{};  // sums of the upper and lower 20 bits: of 1,024 vectors they fit
+            for (size_t i = begin; i < std::min(begin + 1024 * LANES, log_weights_.size()); i += LANES) {
+                const Floats x = load<Floats>(&log_weights_[i]);
+                const Floats place = x * (-(BUCKETS - 1) / range), last = broadcast(BUCKETS - 1);
+                store(&buckets_[i], __builtin_convertvector(place < last ? place : last, Ints));
+                const Floats weights = exponential(x);
+                store(&weights_[i], weights);
+                const Ints whole = __builtin_convertvector(weights * 0x1p20f, Ints);
+                upper += whole;
+                lower += __builtin_convertvector((weights * 0x1p20f - to_floats(whole)) * 0x1p20f, Ints);
+            }
+            total += ((int64_t)sum_wide(upper) << 20) + sum_wide(lower);
+        }
+        return total;
+    }
+
+    static int64_t sum_wide(const Ints& values) {
+        int64_t total = 0;
+        for (int i = 0; i < LANES; i++) total += values[i];
+        return total;
+    }
+
+    // The columns and their weights in the buckets from `begin` to `end` - 1.
+    void count(int begin, int end) {
+        for (size_t i = 0; i < buckets_.size(); i += LANES) {
+            const Ints bucket = load<Ints>(&buckets_[i]);
+            for (uint32_t lanes = lanes_of((bucket >= begin) & (bucket < end)); lanes; lanes &= lanes - 1) {
+                const size_t column = i + __builtin_ctz(lanes);
+                counts_[buckets_[column]]++;
+                masses_[buckets_[column]] += (int64_t)(weights_[column] * 0x1p40f);
             }
         }
-        if (row.top_k > 0 && row.top_k < size_) keep_top_k(row.top_k);
-        if (row.top_p < 1) keep_top_p(row.top_p);
     }
 
     // The columns of a bucket, by falling weight and rising column.
     const std::vector<int32_t>& members(int bucket) {
         members_.clear();
-        for (int64_t i = 0; i < size_; i++)
-            if (buckets_[i] == bucket && log_weights_[i] > -INFINITY) members_.push_back((int32_t)i);
+        for (int64_t i = 0; i < size_; i += LANES) {
+            for (uint32_t lanes = lanes_of(load<Ints>(&buckets_[i]) == bucket); lanes; lanes &= lanes - 1) {
+                const int64_t column = i + __builtin_ctz(lanes);
+                if (log_weights_[column] > -INFINITY) members_.push_back((int32_t)column);  // so it is before `size_`
+            }
+        }
         std::stable_sort(members_.begin(), members_.end(),
                          [&](int32_t a, int32_t b) { return log_weights_[a] > log_weights_[b]; });
         return members_;
@@ -144,9 +190,8 @@ class RowSampler {
     }
 
     // A token stays if those before it hold less than p of the mass.
-    void keep_top_p(float p) {
-        int64_t total = 0, before = 0;
-        for (int64_t mass : masses_) total += mass;
+    void keep_top_p(float p, int64_t total) {
+        int64_t before = 0;
         const double wanted = (double)p * (double)total;
         int bucket = 0;
         while (bucket < BUCKETS - 1 && (double)(before + masses_[bucket]) < wanted) before += masses_[bucket++];
@@ -200,7 +245,7 @@ class RowSampler {
 
     int64_t size_ = 0;
     float best_ = 0;
-    std::vector<float> log_weights_;
+    std::vector<float> log_weights_, weights_;
     std::vector<int32_t> buckets_, members_;
     std::vector<int64_t> counts_, masses_;
 };

@@ -148,7 +148,19 @@ inline int32_t maximum(const Ints& values) {
 #endif
 }
 
-inline int32_t minimum(const Ints& values) { return -maximum(-values); }
+// A bit for each lane in which a comparison holds, whose lanes are 0 or -1.
+inline uint32_t lanes_of(const Ints& comparison) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)comparison, (__m512i)comparison);
+#elif defined(__AVX2__)
+    const float* lanes = (const float*)&comparison;
+    return _mm256_movemask_ps(_mm256_loadu_ps(lanes)) | _mm256_movemask_ps(_mm256_loadu_ps(lanes + 8)) << 8;
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < LANES; i++) bits |= (comparison[i] & 1u) << i;
+    return bits;
+#endif
+}
 
 inline void fill(Ints& to, int32_t value) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
