@@ -104,9 +104,13 @@ class StructuredOutputs:
             raise ValueError(
                 'response_format: json_schema must be {"name": ..., "schema": {...}}, with a JSON schema as a dict'
             )
+        if unknown := set(named) - _SCHEMA_FIELDS:  # type: ignore[arg-type]
+            known = ", ".join(sorted(_SCHEMA_FIELDS))
+            raise ValueError(f"response_format: json_schema has no field {min(map(str, unknown))!r}; known are {known}")
         return cls(json=schema, called="response_format")
 
 
+_SCHEMA_FIELDS = {"name", "schema", "strict", "description"}
 _FORMAT_FIELDS = {"text": {"type"}, "json_object": {"type", "schema"}, "json_schema": {"type", "json_schema"}}
 """type -> the fields of a `response_format`"""
 KINDS = ("json", "json_object", "regex", "choice", "grammar")

@@ -43,7 +43,8 @@ class AnswerPlan:
         """
         given, grammar = params.structured_outputs, self.tools.grammar
         if given is not None and grammar is not None:
-            raise ValueError(f'structured_outputs and tool_choice="{self.tools.choice}" exclude each other; drop one')
+            called = given.called if isinstance(given, StructuredOutputs) else "structured_outputs"
+            raise ValueError(f'{called}: it and tool_choice="{self.tools.choice}" exclude each other; drop one')
         if self.tools.choice != "none":
             params = replace(params, skip_special_tokens=False)
         spec = given if grammar is None else StructuredOutputs(grammar=grammar, called="tools")

@@ -173,7 +173,8 @@ class ChatAnswer(ChunkedAnswer):
                 deltas = [delta for delta in deltas if not isinstance(delta, ReasoningDelta)]
             rows: list[dict[str, Any]] = []
             if self._request.logprobs:
-                rows = chat_logprobs(piece.logprobs or (), self._request.top_logprobs or 0, self._token_bytes)
+                as_ids = self._request.return_tokens_as_token_ids
+                rows = chat_logprobs(piece.logprobs or (), self._request.top_logprobs or 0, self._token_bytes, as_ids)
             if piece.finish_reason is not None:
                 choice.finish_reason = self._conversation.tools.finish_reason(piece.finish_reason, choice.has_calls)
                 choice.stop_reason = piece.stop_reason

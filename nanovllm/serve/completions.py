@@ -103,7 +103,9 @@ class CompletionAnswer(ChunkedAnswer):
             choice = self._choices.get(index)
             if choice is None:
                 wanted = self._request.logprobs
-                choice = self._choices[index] = _Choice(None if wanted is None else CompletionLogprobs(wanted))
+                as_ids = self._request.return_tokens_as_token_ids
+                logprobs = None if wanted is None else CompletionLogprobs(wanted, as_ids=as_ids)
+                choice = self._choices[index] = _Choice(logprobs)
             frames.append(self._feed(index, choice, piece, first))
         return b"".join(frames)
 
@@ -113,18 +115,19 @@ class CompletionAnswer(ChunkedAnswer):
         token_ids = piece.token_ids
         if request.max_tokens == 0:
             text, rows, token_ids = "", [], []
-        texts = [row[t].decoded_token or "" for row, t in zip(rows, token_ids)]
+        texts, ids = [row[t].decoded_token or "" for row, t in zip(rows, token_ids)], token_ids
         begins = not choice.begun
         if begins and request.echo:
             text = self._prompt_text(first) + text
             if choice.logprobs is not None and first.prompt_logprobs is not None:
                 rows = [*first.prompt_logprobs, *rows]  # type: ignore[list-item]
                 texts = [*map(self._token_text, first.prompt_token_ids), *texts]
+                ids = [*first.prompt_token_ids, *token_ids]
         choice.begun = True
         choice.texts.append(text)
         choice.token_ids += token_ids
         choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-        logprobs = None if choice.logprobs is None else choice.logprobs.of(rows, texts)
+        logprobs = None if choice.logprobs is None else choice.logprobs.of(rows, texts, ids)
         if not request.stream:
             _extend(choice, logprobs)
             return b""

@@ -85,14 +85,16 @@ def _text(content: Any, name: str) -> str:
         return content
     if not isinstance(content, list):
         raise ApiError(400, f"{name}: must be a string or a list of blocks", name.split("[")[0])
-    texts = []
-    for i, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        text = block.get("text") if isinstance(block, dict) else None
-        if kind != "text" or not isinstance(text, str):
-            raise ApiError(400, f"{name}[{i}]: a block of type {kind!r:.40} is not supported here", name.split("[")[0])
-        texts.append(text)
-    return "\n".join(texts)
+    return "\n".join(_block_text(block, f"{name}[{i}]") for i, block in enumerate(content))
+
+
+def _block_text(block: Any, name: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
+    text = block.get("text") if isinstance(block, dict) else None
+    if kind != "text" or not isinstance(text, str):
+        said = f"a block of type {kind!r:.40} is not supported here; pass texts" if kind != "text" else "it has no text"
+        raise ApiError(400, f"{name}: {said}", name.split("[")[0])
+    return text
 
 
 def _chat_messages(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
@@ -114,7 +116,7 @@ def _chat_messages(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
             result = _text(block.get("content", ""), f"{name}.content[{i}].content")
             found.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
         elif kind not in ("thinking", "redacted_thinking"):
-            texts.append(_text([block], f"{name}.content[{i}]"))
+            texts.append(_block_text(block, f"{name}.content[{i}]"))
     if texts or calls or not found:
         plain: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
         found.append(plain | {"tool_calls": calls} if calls else plain)

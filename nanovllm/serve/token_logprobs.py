@@ -12,25 +12,31 @@ _LEAST = -9999.0
 """Stands for minus infinity, which JSON does not have."""
 
 
-def chat_logprobs(rows: Sequence[Row], num_top: int, token_bytes: Callable[[int], bytes]) -> list[dict[str, Any]]:
+def token_name(token_id: int) -> str:
+    """What vLLM's `return_tokens_as_token_ids` puts in a token's place: different tokens may have the same text."""
+    return f"token_id:{token_id}"
+
+
+def chat_logprobs(
+    rows: Sequence[Row], num_top: int, token_bytes: Callable[[int], bytes], as_ids: bool = False
+) -> list[dict[str, Any]]:
     """The field `logprobs` of a chat completion: an object for each token.
 
     Args:
         rows: for each token itself first, then the most likely ones.
+        as_ids: tokens are called by their ids.
     """
     found = []
     for row in rows:
         own = next(iter(row))
-        top = [_chat_entry(t, row[t], token_bytes) for t in _most_likely(row, num_top)]
-        found.append({**_chat_entry(own, row[own], token_bytes), "top_logprobs": top})
+        top = [_chat_entry(t, row[t], token_bytes, as_ids) for t in _most_likely(row, num_top)]
+        found.append({**_chat_entry(own, row[own], token_bytes, as_ids), "top_logprobs": top})
     return found
 
 
-def _chat_entry(token_id: int, logprob: Logprob, token_bytes: Callable[[int], bytes]) -> dict[str, Any]:
-    return {
-        "token": logprob.decoded_token or "", "logprob": max(logprob.logprob, _LEAST),
-        "bytes": list(token_bytes(token_id)),
-    }  # fmt: skip
+def _chat_entry(token_id: int, logprob: Logprob, token_bytes: Callable[[int], bytes], as_ids: bool) -> dict[str, Any]:
+    name = token_name(token_id) if as_ids else logprob.decoded_token or ""
+    return {"token": name, "logprob": max(logprob.logprob, _LEAST), "bytes": list(token_bytes(token_id))}
 
 
 def _most_likely(row: Row, num_top: int) -> list[int]:
@@ -39,25 +45,29 @@ def _most_likely(row: Row, num_top: int) -> list[int]:
 
 
 class CompletionLogprobs:
-    """The field `logprobs` of a completion: parallel lists. `offset` goes on from piece to piece of a stream."""
+    """The field `logprobs` of a completion: parallel lists. `offset` goes on from piece to piece of a stream.
 
-    def __init__(self, num_top: int, offset: int = 0) -> None:
+    as_ids: tokens are called by their ids.
+    """
+
+    def __init__(self, num_top: int, offset: int = 0, as_ids: bool = False) -> None:
         self._num_top = num_top
+        self._as_ids = as_ids
         self._offset = offset
 
-    def of(self, rows: Sequence[Row | None], token_texts: Sequence[str]) -> dict[str, Any]:
+    def of(self, rows: Sequence[Row | None], token_texts: Sequence[str], token_ids: Sequence[int]) -> dict[str, Any]:
         """The log-probabilities as OpenAI's `logprobs`.
 
         Args:
             rows: None for a prompt's first token, which has no log-probability.
-            token_texts: the texts of the same tokens.
+            token_texts, token_ids: the same tokens.
         """
         tokens: list[str] = []
         logprobs: list[float | None] = []
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
-        for row, text in zip(rows, token_texts):
-            tokens.append(text)
+        for row, text, token_id in zip(rows, token_texts, token_ids):
+            tokens.append(token_name(token_id) if self._as_ids else text)
             offsets.append(self._offset)
             self._offset += len(text)
             if row is None:
@@ -67,7 +77,8 @@ class CompletionLogprobs:
             own = next(iter(row))
             logprobs.append(max(row[own].logprob, _LEAST))
             best = dict.fromkeys([*_most_likely(row, self._num_top), own])
-            tops.append({row[t].decoded_token or "": max(row[t].logprob, _LEAST) for t in best})
+            names = [token_name(t) if self._as_ids else row[t].decoded_token or "" for t in best]
+            tops.append({name: max(row[t].logprob, _LEAST) for name, t in zip(names, best)})
         return {
             "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops,
             "text_offset": offsets,

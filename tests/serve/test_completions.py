@@ -98,6 +98,25 @@ def test_echo_and_log_probabilities(server, llm):
     assert [x for p in pieces for x in p["logprobs"]["text_offset"]] == choice["logprobs"]["text_offset"]
 
 
+def test_tokens_are_called_by_their_ids(server):
+    """Different tokens may have the same text: half of a character."""
+    body = dict(max_tokens=3, temperature=0, ignore_eos=True, return_token_ids=True, return_tokens_as_token_ids=True)
+    whole = server.post("/v1/completions", prompt="abc", echo=True, logprobs=2, **body)["choices"][0]
+    ids = [*whole["prompt_token_ids"], *whole["token_ids"]]
+    found = whole["logprobs"]
+    body["return_tokens_as_token_ids"] = False
+    plain = server.post("/v1/completions", prompt="abc", echo=True, logprobs=2, **body)["choices"][0]["logprobs"]
+    body["return_tokens_as_token_ids"] = True
+    assert found["tokens"] == [f"token_id:{t}" for t in ids] and found["text_offset"] == plain["text_offset"]
+    assert found["token_logprobs"] == plain["token_logprobs"]
+    assert all(t in top and len(top) in (2, 3) for t, top in zip(found["tokens"][1:], found["top_logprobs"][1:]))
+    chat = dict(messages=[{"role": "user", "content": "x"}], logprobs=True, top_logprobs=2, **body)
+    choice = server.post("/v1/chat/completions", **chat)["choices"][0]
+    content = choice["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == [f"token_id:{t}" for t in choice["token_ids"]]
+    assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in content)
+
+
 def test_an_echo_with_log_probabilities_of_the_prompt_and_no_output(server):
     body = dict(prompt="hello there", max_tokens=0, echo=True)
     whole = server.post("/v1/completions", **body, prompt_logprobs=1, request_id="mine")

@@ -73,6 +73,11 @@ def test_a_grammar_that_breaks_ends_the_answer_before_a_token_that_it_does_not_a
         (dict(structured_outputs={"json": {"type": "integer", "multipleOf": 9999991}}), "more than 2 seconds"),
         (dict(structured_outputs={"choice": ["a"]}, ignore_eos=True), "ignore_eos"),
         (dict(structured_outputs={"choice": ["a"]}, tools=[F], tool_choice="required"), "exclude each other"),
+        (
+            dict(response_format=FORMAT, tools=[F], tool_choice="required"),
+            'response_format: it and tool_choice="required"',
+        ),
+        (dict(response_format=FORMAT | {"json_schema": {"schema": {}, "strickt": 1}}), "no field 'strickt'"),
         (dict(allowed_token_ids=[99999]), "outside the vocabulary"),
     ],
     ids=lambda value: str(value)[:40],
