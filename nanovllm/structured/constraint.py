@@ -66,7 +66,7 @@ class TokenConstraint:
         """These tokens follow the first `num_taken` of the output: they move the grammar on."""
         self.num_taken += len(new)
         if self.matcher is not None and new and not self.broken and not self.matcher.consume_tokens(new):
-            self._break(f"the grammar does not allow the tokens {new}: {self.matcher.get_error()}")
+            self._break(f"the grammar does not allow the tokens {new}: {plain_error(self.matcher.get_error())}")
 
     def fill(self, mask: np.ndarray) -> None:
         """Write the grammar's mask of the next token: bit `t % 32` of word `t // 32` is 1 if token t may be sampled.
@@ -91,7 +91,7 @@ class TokenConstraint:
         banned: tokens that are taken out, unless none is left then.
         """
         if self.matcher is not None and not self.broken and self.matcher.is_error():
-            self._break(f"the grammar is too complex: {self.matcher.get_error()}")
+            self._break(f"the grammar is too complex: {plain_error(self.matcher.get_error())}")
         if self._allowed is not None and not self.broken:
             mask &= self._allowed
             if not mask.any():
@@ -218,6 +218,10 @@ class ConstraintMaker:
                 if matcher.is_error():
                     raise ValueError(f"{spec.called}: {plain_error(matcher.get_error())}")
                 matcher.compute_bitmask()  # copies have what the first mask took to find out
+                if matcher.is_error():
+                    raise ValueError(
+                        f"{spec.called}: its first mask is too complex: {plain_error(matcher.get_error())}"
+                    )
                 self._compiled[spec] = matcher
                 if len(self._compiled) > _COMPILED:
                     self._compiled.popitem(last=False)

@@ -70,6 +70,15 @@ def test_errors_of_the_library_have_no_backtrace():
         GrammarChecker().check(StructuredOutputs(json={"$ref": "#"}))
 
 
+def test_a_grammar_whose_first_mask_is_too_complex_is_refused(maker):
+    """Not ended by its first step, with an empty answer."""
+    count = 4500
+    rules = [f'x{i}: "a" x{i} | "b"' for i in range(count)]
+    start = "start: " + "|".join(f'"{chr(97 + i % 26)}" x{i}' for i in range(count))
+    with pytest.raises(ValueError, match="structured_outputs: its first mask is too complex: .*Too many items"):
+        one(maker, structured_outputs={"grammar": "\n".join([start, *rules])})
+
+
 def test_completions_have_states_of_their_own(maker):
     first, second = maker.make(SamplingParams(n=2, structured_outputs={"choice": ["xy", "z"]}))
     assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
