@@ -29,7 +29,8 @@ def apply(
     projections that have the same input are moved next to each other in memory; their values do not change.
 
     Move the model to its device and dtype first. In training, and where gradients are recorded, every module runs its
-    own code, since the kernels have no backward pass.
+    own code, since the kernels have no backward pass. Under torch.compile the attention is put in, and named ops:
+    Inductor fuses norms, activations and rotations with their neighbours itself.
 
     Args:
         model: a model of transformers, or any module that contains its layers. It is changed.
@@ -68,6 +69,8 @@ def apply(
         patches.undo()
         raise
     report = Report(outcomes.rows(), notes, patches)
+    if report.replaced and not selection.explicit:
+        notes.append("Under torch.compile the attention alone is put in. To have other ops there, name them: ops=OPS.")
     if not report.rows:
         notes.append("no module of the model computes anything that an op computes")
     if not report.replaced:

@@ -22,6 +22,7 @@ from nanovllm.kernels import attention_dense
 from nanovllm.kernels.extra.attention_dense import dense_mask
 
 NAME = "nanovllm"
+CACHES = "cache", "past_key_values"
 CALL = "_nanovllm_attention"
 """Of an attention module of a patched model: what was `Chosen` for it."""
 RECORD = "_nanovllm_record"
@@ -196,13 +197,16 @@ def plan_mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    # Not by `or`: torch.compile of PyTorch 2.11 breaks the graph where it asks a function for its truth.
+    function = causal_mask_function if mask_function is None else mask_function
+
     def as_sdpa() -> Tensor | None:
-        given: dict[str, Any] = {"mask_function": mask_function or causal_mask_function, **kwargs}
+        given: dict[str, Any] = {"mask_function": function, **kwargs}
         given |= {"q_offset": q_offset, "kv_offset": kv_offset, "attention_mask": attention_mask, "device": device}
         return sdpa_mask(batch_size, q_length, kv_length, **given)
 
-    windowed = mask_function is not None and mask_function is not causal_mask_function
-    if windowed and (torch.compiler.is_compiling() or not is_sliding_window(mask_function)):
+    windowed = function is not causal_mask_function
+    if windowed and (torch.compiler.is_compiling() or not is_sliding_window(function)):
         return as_sdpa()
     # Where each query stands among the keys: [queries] or, if the cache's length is on the device, a tensor too.
     places = torch.arange(q_length, device=device, dtype=torch.int32) + (q_offset - kv_offset)
@@ -218,6 +222,22 @@ def plan_mask(
         visible = visible.masked_fill(~real[:, at], 0)
     tokens = torch.argsort(~real, dim=1, stable=True)
     return torch.cat((visible, tokens), 1).to(torch.int32)[:, None, None]
+
+
+def with_plan(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model's forward under torch.compile: with a plan, if there are no padding, positions and cache.
+
+    Code that is compiled cannot ask positions whether several sequences are packed into one. So transformers assumes
+    it, and makes a mask that is no plan. Where the caller gives no positions nothing is packed.
+    """
+    tokens = args[0] if args else given.get("input_ids")
+    unknown = "attention_mask", "position_ids", "inputs_embeds", *CACHES
+    if tokens is None or len(args) > 1 or "attention_mask" not in given:
+        return given
+    if module.config._attn_implementation != NAME or any(given.get(name) is not None for name in unknown):
+        return given
+    batch, length = tokens.shape
+    return given | {"attention_mask": plan_mask(batch, length, length, device=tokens.device)}
 
 
 def _is_full(mask: Tensor) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import NAME, RECORD, register_attention
+from nanovllm.adapters.transformers.attention import CACHES, NAME, RECORD, register_attention
 from nanovllm.adapters.transformers.norms import NormKind, Norms
 from nanovllm.adapters.transformers.patches import Packed
 from nanovllm.adapters.transformers.probe import is_linear, random, run, same, stand_in
@@ -20,7 +20,6 @@ from nanovllm.adapters.transformers.selected import Call, differentiated
 
 Tensor = torch.Tensor
 PROJECTIONS = ("q_proj", "k_proj", "v_proj"), ("qkv_proj",)
-_CACHES = ("cache", "past_key_values")
 _KEPT_ANGLES = 4
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -156,7 +155,7 @@ def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str 
         return None
     code = sys.modules[type(module).__module__]
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
-    cache = next((name for name in _CACHES if name in parameters), None)
+    cache = next((name for name in CACHES if name in parameters), None)
     if parameters[:1] != ("hidden_states",) or "position_embeddings" not in parameters or cache is None:
         return "its forward takes other arguments"
     if not hasattr(code, "ALL_ATTENTION_FUNCTIONS") or not hasattr(code, "eager_attention_forward"):
@@ -232,7 +231,7 @@ def attention_forward(
         unsuited = x.dtype != packed.weight.dtype or differentiated(module, x)
         if angles is None or unsuited or not packed.current(kind.layers(module)):
             return original(module, *args, **kwargs)
-        rest = {k: v for k, v in given.items() if k not in _TAKEN and k not in _CACHES}
+        rest = {k: v for k, v in given.items() if k not in _TAKEN and k not in CACHES}
         q, k, v = calls(kind, module, packed(x), *angles)
         cache = given.get(kind.cache, given.get("past_key_values"))
         if cache is not None:

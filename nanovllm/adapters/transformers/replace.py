@@ -106,6 +106,8 @@ class Replacing:
         )
 
     def _put(self, module: nn.Module, op: str, call: Call, forward: Any, why: str = "") -> None:
+        if not self._selection.explicit:
+            forward = own_code_if_compiled(forward, type(module).forward)
         self._patches.set_forward(module, forward)
         self._outcomes.replaced(module, op, call.provider, why)
 
@@ -193,6 +195,15 @@ class Replacing:
             return self._outcomes.left(module, "add_rms_norm", str(call))
         self._put(module, "add_rms_norm", call, layer_forward(kind, norm, call, type(module).forward))
         self._parts[module] = kind
+
+
+def own_code_if_compiled(forward: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward of the module by its own code under torch.compile, which fuses it with its neighbours."""
+
+    def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return (original if torch.compiler.is_compiling() else forward)(module, *args, **kwargs)
+
+    return chosen
 
 
 def linear_forward(call: Call, counts: Container[int] | None, original: Callable[..., Any]) -> Callable[..., Any]:

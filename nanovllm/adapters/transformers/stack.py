@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import capturing
+from nanovllm.adapters.transformers.attention import CACHES, capturing, with_plan
 from nanovllm.adapters.transformers.attention_layer import AttentionKind
 from nanovllm.adapters.transformers.decode_state import (
     DecodeState,
@@ -35,14 +35,8 @@ Tensor = torch.Tensor
 STACK = "_nanovllm_stack"
 """Of the module that has the layers, and of each layer: their `Stack`."""
 _KNOWN = (
-    "attention_mask",
-    "position_embeddings",
-    "position_ids",
-    "use_cache",
-    "cache_position",
-    "cache",
-    "past_key_values",
-)
+    "attention_mask", "position_embeddings", "position_ids", "use_cache", "cache_position", *CACHES,
+)  # fmt: skip
 
 
 class LayerWeights(NamedTuple):
@@ -274,7 +268,9 @@ def install(owner: nn.Module, name: str, stack: Stack, patches: Patches) -> None
 def _owner_forward(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or module.training or torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return own(module, *args, **with_plan(module, args, kwargs))
+        if module.training or torch.is_grad_enabled():
             return own(module, *args, **kwargs)
         stack = module.__dict__.get(STACK)
         if stack is None:

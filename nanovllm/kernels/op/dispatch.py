@@ -43,7 +43,7 @@ class Op(OpDeclaration):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            given = dict(zip(self.signature.parameters, args), **kwargs)
+            given = dict(zip(self.parameters, args), **kwargs)
             return getattr(torch.ops.nanovllm, self.name)(**self.records.flatten(given))
         try:
             bound = self.signature.bind(*args, **kwargs)

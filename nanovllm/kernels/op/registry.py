@@ -43,6 +43,7 @@ class OpDeclaration:
 
     Attributes:
         native: the reference.
+        parameters: the names of its parameters. At those of a signature torch.compile of PyTorch 2.11 breaks the graph.
         records: which parameters of the reference are records. The declaration names their fields one by one.
         arguments: the patterns of tensor arguments, as in `ArgumentCheck`.
         inputs: realistic inputs, for tests and benchmarks.
@@ -86,6 +87,7 @@ class OpDeclaration:
     def __post_init__(self) -> None:
         self.name = self.native.__name__
         self.signature = inspect.signature(self.native)
+        self.parameters = tuple(self.signature.parameters)
         self.tolerance = {**TOLERANCE, **self.tolerance}
         self.records = Records(self.native)
         self.check = ArgumentCheck(self.name, self.arguments, self.records.flat)

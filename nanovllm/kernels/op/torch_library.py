@@ -60,11 +60,9 @@ def _implementation(declared: Op, traced: bool = False) -> Callable[..., Any]:
         declared.check(arguments)
         # As `signature.bind`, but quicker: the operator has matched arguments and parameters already.
         grouped = declared.records.group(arguments)
-        bound = inspect.BoundArguments(declared.signature, {n: grouped[n] for n in names if n in grouped})
+        bound = inspect.BoundArguments(declared.signature, {n: grouped[n] for n in declared.parameters if n in grouped})
         # fresh: a result must not be an argument's memory
         return _apart(declared.run(bound, traced, fresh=True), (*args, *kwargs.values()))
-
-    names = tuple(declared.signature.parameters)
 
     return call
 

@@ -13,7 +13,7 @@ from nanovllm.adapters.transformers.attention import is_sliding_window, plan_mas
 from nanovllm.kernels import all_ops, attention_dense
 from nanovllm.kernels.extra.attention_dense import dense_mask
 from tests.adapters.models import prompts, tiny
-from tests.providers import registered
+from tests.providers import references, registered
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,8 @@ def with_attention(architecture, name, **changes):
 
 def logits(model, given, **more):
     with torch.no_grad():
-        return model(**given, **more).logits[given["attention_mask"].bool()]
+        out = model(**given, **more).logits
+    return out[given["attention_mask"].bool()] if "attention_mask" in given else out
 
 
 class Calls:
@@ -170,10 +171,13 @@ class Graphs:
 OPERATORS = ("rms_norm", "add_rms_norm", "qk_norm_rope", "silu_and_mul", "attention_dense", "embedding")
 
 
-def test_a_compiled_model_is_one_graph_with_the_ops_in_it():
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_compiled_model_is_one_graph_with_the_ops_in_it(padded):
     model, given, graphs = tiny("Qwen3").requires_grad_(False), prompts("left"), Graphs()
+    if not padded:  # and no mask
+        given = {"input_ids": given["input_ids"]}
     expected = logits(model, given, use_cache=False)
-    names = (*OPERATORS, "rotary_embedding")
+    names = (*OPERATORS, "rotary_embedding", "attention_decode")
     providers = {name: all_ops()[name].native for name in names}
     with ExitStack() as stack:
         for name in names:
@@ -183,3 +187,34 @@ def test_a_compiled_model_is_one_graph_with_the_ops_in_it():
             got = logits(compiled, given, use_cache=False)
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
     assert all(any(f"nanovllm.{name}" in node for node in graphs.nodes) for name in OPERATORS), graphs.nodes
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_compiled_model_keeps_its_own_code_but_for_the_attention(padded, monkeypatch):
+    """Inductor fuses the rest itself, unless the user names ops."""
+    model, given, graphs = tiny("Qwen3").requires_grad_(False), prompts("left"), Graphs()
+    if not padded:
+        given = {"input_ids": given["input_ids"]}
+    expected = logits(model, given, use_cache=False)
+    with references("mine", *OPERATORS, "rotary_embedding", "attention_decode", "linear"):
+        monkeypatch.setenv("NANOVLLM_KERNELS", "*=mine,native")
+        with apply(model) as report:
+            assert "Under torch.compile the attention alone" in " ".join(report.notes)
+            assert {"rms_norm", "silu_and_mul", "linear"} <= {row.op for row in report.replaced}
+            got = logits(torch.compile(model, fullgraph=True, backend=graphs), given, use_cache=False)
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+    ops = {node.split(".")[1] for node in graphs.nodes if node.startswith("nanovllm.")}
+    assert ops == {"attention_dense"}
+
+
+def test_positions_that_a_caller_gives_may_be_of_packed_sequences():
+    """Compiled code cannot ask, so its mask is transformers'."""
+    model, ids = tiny("Qwen3").requires_grad_(False), torch.arange(3, 13)[None]
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    own = logits(model, {"input_ids": ids, "position_ids": positions}, use_cache=False)
+    with apply(model, ops=["attention_dense", *OPERATORS, "attention_decode"]):
+        compiled = torch.compile(model, backend="eager")
+        got = logits(compiled, {"input_ids": ids, "position_ids": positions}, use_cache=False)
+        apart = logits(compiled, {"input_ids": ids}, use_cache=False)
+    torch.testing.assert_close(got, own, rtol=0, atol=2e-5)
+    assert not torch.allclose(apart, own, atol=1e-2)
