@@ -4,15 +4,18 @@
 
 Decode steps are compiled as `generate` does it with a static cache, prefill by torch.compile. Each side is a process
 with a model of its own. They compile together, which takes minutes, so models have `--layers` layers. Then they take
-turns: a row has the median of the rounds, and of the rounds' ratios to the first side. Sides:
+turns, every other round the other way round: a row has the median of the rounds, and of their ratios to the first
+side. Sides:
 
     plain       transformers
-    nanovllm    after `apply`
-    traced      after `apply`, norms, rotations and activations by their references, which Inductor compiles
+    nanovllm    after `apply`: the attention alone
+    named       after `apply` with all ops named: each is a call in the graph
+    traced      as `named`, norms, rotations and activations by their references, which Inductor compiles
     packed      as `traced`, and attention by transformers: joined projections alone
     eager       after `apply`, not compiled: decode steps are one loop
     kernels, liger   the package kernels with our layers, and Liger-Kernel, where they are installed
 
+The GPU's time is that of its kernels and copies in one more run, by PyTorch's profiler: the host has no part in it.
 The difference is that of logits to the first side's, over the largest: of decode steps as far as tokens are equal.
 """
 
@@ -25,6 +28,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -43,7 +47,8 @@ REPEATS = 2
 NOT_PACKED = "attention_dense", "attention_decode"
 TRACED: dict[str, Any] = {op: () if op in NOT_PACKED else "native" for op in OPS}
 SIDES: dict[str, dict[str, Any] | None] = {
-    "nanovllm": None, "eager": None, "traced": TRACED, "packed": {op: by for op, by in TRACED.items() if by},
+    "nanovllm": None, "eager": None, "named": dict.fromkeys(OPS, ()), "traced": TRACED,
+    "packed": {op: by for op, by in TRACED.items() if by},
 }  # fmt: skip
 """Those with `apply`, and its ops."""
 
@@ -51,7 +56,7 @@ SIDES: dict[str, dict[str, Any] | None] = {
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--models", default="qwen3-0.6b,qwen3-8b", help="presets, or tiny")
-    p.add_argument("--sides", default="plain,nanovllm,traced,packed,eager,kernels,liger")
+    p.add_argument("--sides", default="plain,nanovllm,named,traced,packed,eager,kernels,liger")
     p.add_argument("--layers", type=int, default=4, help="of each model; 0: all")
     p.add_argument("--batches", default="1,32")
     p.add_argument("--prompt-len", type=int, default=128)
@@ -90,8 +95,10 @@ class Compiled:
         self._last: Any = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{} -> what was prepared; {"work": n} -> seconds of one run."""
+        """{} -> what was prepared; {"work": n} -> seconds of one run; and {"busy": True} -> those of the GPU."""
         try:
+            if request.get("busy"):
+                return {"seconds": self._works[request["work"]].busy_seconds()}
             return {"seconds": self._run(request["work"])} if "work" in request else self._prepare()
         except Exception:
             return {"error": traceback.format_exc()[-4000:]}
@@ -108,7 +115,9 @@ class Compiled:
                 failures[i] = traceback.format_exc()[-4000:]
         from torch._dynamo.utils import counters
 
-        stats = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+        breaks = counters["graph_break"]
+        stats = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(breaks.values())}
+        stats["reasons"] = [why[:1200] for why in breaks]
         works = [work.name for work in self._works]
         return {"took": time.perf_counter() - started, "pid": os.getpid(), "works": works, "failures": failures} | stats
 
@@ -166,6 +175,8 @@ class Turns:
                 found[side] = reply
                 graphs = f"{reply['graphs']} graphs, {reply['breaks']} breaks"
                 print(f"{model}, {side}: ready after {reply['took']:.0f} s; {graphs}", flush=True)
+                for why in reply["reasons"]:
+                    print(f"{model}, {side}: a graph breaks: {why}", file=sys.stderr, flush=True)
         return found
 
     def measure(self, model: str, peers: dict[str, Peer], ready: dict[str, dict[str, Any]], folder: Path) -> None:
@@ -176,7 +187,7 @@ class Turns:
             for turn in range(self._args.rounds):
                 if turn and time.perf_counter() > self._end:
                     break
-                for side in list(times):
+                for side in [*times][:: -1 if turn % 2 else 1]:
                     peers[side].ask({"work": index})
                     reply = peers[side].reply(time.perf_counter() + 60)
                     if reply is None or "error" in reply:
@@ -184,9 +195,24 @@ class Turns:
                         del times[side]
                     else:
                         times[side].append(reply["seconds"])
-            self._show(model, name, times, {side: folder / f"{ready[side]['pid']}-{index}" for side in times})
+            busy = self._busy(peers, times, index)
+            self._show(model, name, times, busy, {side: folder / f"{ready[side]['pid']}-{index}" for side in times})
 
-    def _show(self, model: str, name: str, times: dict[str, list[float]], logits: dict[str, Path]) -> None:
+    def _busy(self, peers: dict[str, Peer], sides: Iterable[str], index: int) -> dict[str, float]:
+        """Seconds of the GPU, of sides that could be profiled."""
+        found = {}
+        for side in sides if self._args.device.startswith("cuda") else ():
+            peers[side].ask({"work": index, "busy": True})
+            reply = peers[side].reply(time.perf_counter() + 60)
+            if reply is None or "error" in reply:
+                self._fail(f"{side}, the GPU's time: {(reply or {}).get('error', 'no reply')}")
+            else:
+                found[side] = reply["seconds"]
+        return found
+
+    def _show(
+        self, model: str, name: str, times: dict[str, list[float]], busy: dict[str, float], logits: dict[str, Path]
+    ) -> None:
         if not times:
             return
         first = next(iter(times))
@@ -195,13 +221,14 @@ class Turns:
             row = {
                 "model": model, "layers": self._args.layers, "work": name, "side": side, "seconds": median(each),
                 "speedup": median(a / b for a, b in zip(times[first], each)), "rounds": each,
-                "difference": difference(torch.load(logits[side]), base),
+                "busy": busy.get(side), "difference": difference(torch.load(logits[side]), base),
             }  # fmt: skip
             self.rows.append(row)
             least, most = min(each) * 1e3, max(each) * 1e3
+            of_gpu = f"{busy[side] * 1e3:.3f} ms" if side in busy else ""
             print(
                 f"| {model} | {name} | {side} | {row['seconds'] * 1e3:.3f} ms | {least:.3f}-{most:.3f} "
-                f"| {row['speedup']:.3f} | {row['difference']:.1e} |",
+                f"| {row['speedup']:.3f} | {of_gpu} | {row['difference']:.1e} |",
                 flush=True,
             )
         if self._args.json:
@@ -243,8 +270,8 @@ def main(argv: list[str] | None = None) -> int:
                     peer.ask({})
                     everyone[model][side] = peer
             ready = {model: turns.ready(model, peers) for model, peers in everyone.items()}
-            print("\n| model | work | side | time | of rounds | speedup | difference |")
-            print("|---|---|---|---|---|---|---|", flush=True)
+            print("\n| model | work | side | time | of rounds | speedup | of the GPU | difference |")
+            print("|---|---|---|---|---|---|---|---|", flush=True)
             for model, peers in everyone.items():
                 turns.measure(model, peers, ready[model], Path(folder))
         finally:

@@ -156,6 +156,17 @@ def timed(run: Callable[[], Any], device: str, times: int = 1) -> float:
     return least
 
 
+def busy(run: Callable[[], Any]) -> float:
+    """Seconds of a call in which the GPU computes or copies, by PyTorch's profiler: the host has no part in it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+
+
 class Generating:
     """`generate` of one token after another: seconds a step.
 
@@ -185,8 +196,13 @@ class Generating:
         self.generate(self._start)
 
     def seconds(self, times: int = 1) -> float:
-        whole = timed(lambda: self.generate(self._args.output_len), self._args.device, times)
-        first = timed(lambda: self.generate(self._start), self._args.device, times)
+        return self._a_step(lambda run: timed(run, self._args.device, times))
+
+    def busy_seconds(self) -> float:
+        return self._a_step(busy)
+
+    def _a_step(self, measure: Callable[[Callable[[], Any]], float]) -> float:
+        whole, first = (measure(lambda n=n: self.generate(n)) for n in (self._args.output_len, self._start))
         return (whole - first) / max(1, self._args.output_len - self._start)
 
 
@@ -211,6 +227,9 @@ class Prefilling:
 
     def seconds(self, times: int = 1) -> float:
         return timed(self.logits, self._device, times)
+
+    def busy_seconds(self) -> float:
+        return busy(self.logits)
 
 
 def limit(model: Any, work: Any, device: str) -> float | None:

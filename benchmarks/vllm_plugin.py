@@ -1,12 +1,13 @@
 """What the plugin gains in vLLM: engines with it and without, which start together on a GPU and are measured in turns.
 
-    python -m benchmarks.vllm_plugin --workloads bs1,bs32,std256
+    python -m benchmarks.vllm_plugin --variants "0 1" --rounds 12 --workloads bs1,bs32   # the least noise: two engines
     python -m benchmarks.vllm_plugin --variants "0 add_rms_norm,silu_and_mul 0"   # the second 0 shows the differences
                                                                                   # between engines that are the same
 
 A variant is a value of NANOVLLM_VLLM. `bench.py --engine vllm --vllm-plugin` measures one engine after the other, each
-for as long as it starts; here a round is a run of each, so that what slows the machine slows them all. A row has the
-median of the rounds, and the median of the rounds' ratios to the first variant. Weights are random; temperature 0.6.
+for as long as it starts; here a round is a run of each, so that what slows the machine slows them all. Every other
+round goes the other way round, and each engine has CPUs of its own. A row has the median of the rounds, and the median
+and the quartiles of the rounds' ratios to the first variant. Weights are random; temperature 0.6.
 `benchmarks.vllm_ops` measures the ops by themselves.
 """
 
@@ -14,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.turns import Peer, serve, stop_on_signals
@@ -34,8 +36,9 @@ NOT_CACHE = 4.5
 class Engine:
     """vLLM in a process of its own."""
 
-    def __init__(self, folder: str, share: float) -> None:
+    def __init__(self, folder: str, share: float, cpus: str) -> None:
         self._folder, self._share = folder, share
+        os.sched_setaffinity(0, map(int, cpus.split(",")))  # its processes inherit them
 
     def answer(self, request: dict[str, Any]) -> Any:
         """{} -> the ops that it serves; {"workload", "seed"} -> seconds and output tokens of a run."""
@@ -79,14 +82,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", type=float, default=3600, help="seconds after which no round is started")
     p.add_argument("--share", type=float, default=0.96, help="of the GPU's memory, of all engines together")
     p.add_argument("--json", type=Path, help="keep the rows in this file, as they come")
-    p.add_argument("--serve", nargs=2, metavar=("MODEL", "SHARE"), help=argparse.SUPPRESS)
+    p.add_argument("--serve", nargs=3, metavar=("MODEL", "SHARE", "CPUS"), help=argparse.SUPPRESS)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.serve:
-        serve(Engine(args.serve[0], float(args.serve[1])).answer)
+        serve(Engine(args.serve[0], float(args.serve[1]), args.serve[2]).answer)
         return 0
     end = time.perf_counter() + args.budget
     variants = args.variants.split()
@@ -97,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             for index, ops in enumerate(variants):
                 command = ["-m", "benchmarks.vllm_plugin", "--serve", folder, str(args.share / len(variants))]
+                command.append(",".join(map(str, cpus_of(index, len(variants)))))
                 environment = {"NANOVLLM_VLLM": ops, "VLLM_CACHE_ROOT": f"{folder}/cache-{index}"}
                 peers.append(Peer(ops, command, environment, Path(folder) / f"log-{index}"))
                 peers[-1].ask({})
@@ -104,6 +108,13 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             for peer in peers:
                 peer.stop()
+
+
+def cpus_of(index: int, count: int) -> list[int]:
+    """The CPUs of one of several engines: as many for each, neighbours; all, if there are not enough."""
+    cpus = sorted(os.sched_getaffinity(0))
+    each = len(cpus) // count
+    return cpus[index * each : (index + 1) * each] or cpus
 
 
 def measure(args: argparse.Namespace, peers: list[Peer], end: float) -> int:
@@ -115,14 +126,15 @@ def measure(args: argparse.Namespace, peers: list[Peer], end: float) -> int:
             after = time.perf_counter() - started
             print(f"{peer.label}: serves {', '.join(served) or 'nothing'}, ready after {after:.0f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    print("| workload | NANOVLLM_VLLM | tokens/s | of the first | rounds |\n|---|---|---|---|---|", flush=True)
+    print("| workload | NANOVLLM_VLLM | tokens/s | of the first | quartiles | rounds |")
+    print("|---|---|---|---|---|---|", flush=True)
     for name in args.workloads.split(","):
         running = [peer for peer in peers if peer.failure is None]
         rates: dict[Peer, list[float]] = {peer: [] for peer in running}
         for turn in range(args.rounds + 1):
             if turn > 1 and time.perf_counter() > end:
                 break
-            for peer in running:
+            for peer in running if turn % 2 else running[::-1]:
                 peer.ask({"workload": name, "seed": turn})
                 reply = peer.reply(time.perf_counter() + 120)
                 if turn and reply is not None:
@@ -130,11 +142,16 @@ def measure(args: argparse.Namespace, peers: list[Peer], end: float) -> int:
                     rates[peer].append(tokens / seconds)
         for peer, each in rates.items():
             if each:
-                ratio = median(a / b for a, b in zip(each, rates[running[0]]))
-                row = {"workload": name, "variant": peer.label, "rate": median(each), "ratio": ratio, "rounds": each}
+                ratios = [a / b for a, b in zip(each, rates[running[0]])]
+                low, _, high = quantiles(ratios) if len(ratios) > 1 else ratios * 3
+                row = {
+                    "workload": name, "variant": peer.label, "rate": median(each), "ratio": median(ratios),
+                    "quartiles": [low, high], "rounds": each,
+                }  # fmt: skip
                 rows.append(row)
+                shown = f"{row['rate']:,.0f} | {row['ratio']:.3f} | {low:.3f}-{high:.3f}"
                 rounds = ", ".join(f"{rate:,.0f}" for rate in each)
-                print(f"| {name} | {peer.label} | {row['rate']:,.0f} | {ratio:.3f} | {rounds} |", flush=True)
+                print(f"| {name} | {peer.label} | {shown} | {rounds} |", flush=True)
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1))
     return 1 if not rows or any(peer.failure for peer in peers) else 0

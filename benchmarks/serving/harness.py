@@ -28,9 +28,7 @@ _OURS_COMMAND = (
     "{python} -m nanovllm serve --model {model} --tokenizer {directory} --load-format {load_format} --port {port}"
     " --max-model-len {max_model_len} --gpu-memory-utilization {share}"
 )
-_PEER_ENVIRONMENT = {
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"
-}  # fmt: skip
+_PEER_ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
 _WARM_UP_TOKENS = 8
 _LAST_LINES = 5
 

@@ -66,7 +66,6 @@ def with_vllm(monkeypatch):
     """The module of vLLM's engine, with what it is given in vLLM's place."""
 
     def imported(**attributes):
-        monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")  # as the module sets it
         monkeypatch.setenv("NANOVLLM_VLLM", "")
         monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(**attributes))
         monkeypatch.delitem(sys.modules, "nanovllm.bench.engines.vllm", raising=False)

@@ -87,16 +87,22 @@ def test_engines_in_turns(capsys, tmp_path):
     third = Standing("bad", [])
     assert vllm_plugin.measure(args, [first, second, third], float("inf")) == 1
     out = capsys.readouterr().out
-    assert "1: serves rms_norm" in out and "| bs1 | 0 | 20 | 1.000 | 10, 20, 30 |" in out
-    assert "| bs1 | 1 | 21 | 1.050 | 11, 21, 31 |" in out and "bad" not in out
+    assert "1: serves rms_norm" in out and "| bs1 | 0 | 20 | 1.000 | 1.000-1.000 | 10, 20, 30 |" in out
+    assert "| bs1 | 1 | 21 | 1.050 | 1.033-1.100 | 11, 21, 31 |" in out and "bad" not in out
     assert [one["seed"] for one in first.asked] == [0, 1, 2, 3]
     assert '"ratio": 1.05' in (tmp_path / "rows.json").read_text()
+
+
+def test_engines_share_the_cpus(monkeypatch):
+    monkeypatch.setattr(vllm_plugin.os, "sched_getaffinity", lambda pid: {2, 3, 4, 7, 9})
+    assert [vllm_plugin.cpus_of(i, 2) for i in range(2)] == [[2, 3], [4, 7]]
+    assert vllm_plugin.cpus_of(3, 6) == [2, 3, 4, 7, 9]  # too few
 
 
 def test_a_side_that_fails_leaves_the_others(capsys, tmp_path):
     args = adapters_compiled.parser().parse_args(["--rounds", "2", "--json", str(tmp_path / "rows.json")])
     turns = adapters_compiled.Turns(args)
-    prepared = {"took": 1.0, "pid": 7, "works": ["prefill"], "graphs": 1, "breaks": 0, "failures": {}}
+    prepared = {"took": 1.0, "pid": 7, "works": ["prefill"], "graphs": 1, "breaks": 0, "reasons": [], "failures": {}}
     torch.save((None, torch.tensor([1.0, -4.0])), tmp_path / "7-0")
     torch.save((None, torch.tensor([1.5, -4.0])), tmp_path / "8-0")
     peers = {
@@ -110,7 +116,7 @@ def test_a_side_that_fails_leaves_the_others(capsys, tmp_path):
     assert list(ready) == ["plain", "nanovllm", "packed", "traced"]
     turns.measure("m", peers, ready, tmp_path)
     out, err = capsys.readouterr()
-    assert "| m | prefill | nanovllm | 1000.000 ms | 1000.000-1000.000 | 2.500 | 1.2e-01 |" in out
+    assert "| m | prefill | nanovllm | 1000.000 ms | 1000.000-1000.000 | 2.500 |  | 1.2e-01 |" in out
     assert "packed |" not in out and "traced |" not in out and turns.failed
     for reason in ("no such kernel", "no such op", "no such model"):
         assert reason in err

@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import vllm
 
 from nanovllm.bench.engines.common import EngineError, model_directory, quantised_by_peer, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
-
-# By default vLLM forks its engine from this process, and the copy holds every open file. Our `__main__` can be
-# imported.
-os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
-import vllm  # noqa: E402
 
 _OPTIONS = (
     "kv_cache_dtype", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager",
