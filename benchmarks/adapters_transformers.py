@@ -158,13 +158,15 @@ def timed(run: Callable[[], Any], device: str, times: int = 1) -> float:
 
 def busy(run: Callable[[], Any]) -> float:
     """Seconds of a call in which the GPU computes or copies, by PyTorch's profiler: the host has no part in it."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+    events = [e for e in profiler.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+    return sum(event.self_device_time_total for event in events) / 1e6
 
 
 class Generating:
