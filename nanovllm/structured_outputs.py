@@ -18,6 +18,10 @@ MAX_CHARACTERS = 2**18
 """Most characters of a schema, a regular expression, a grammar, or all choices together."""
 
 
+class GrammarsBusyError(ValueError):
+    """Other grammars are being compiled: a later try may succeed."""
+
+
 @rejects_unknown(called="structured_outputs", foreign=STRUCTURED_OUTPUT_ARGUMENTS)
 @dataclass(frozen=True)
 class StructuredOutputs:

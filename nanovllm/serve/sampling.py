@@ -9,6 +9,7 @@ from nanovllm.async_llm import EngineDeadError, RequestFailed
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationRequest
+from nanovllm.structured_outputs import GrammarsBusyError
 
 _FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -67,6 +68,8 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="engine_dead", retry_after=5)
     if isinstance(error, RequestFailed):
         return ApiError(500, str(error), code="request_failed")
+    if isinstance(error, GrammarsBusyError):  # the request is right
+        return ApiError(503, str(error), code="overloaded", retry_after=2)
     if isinstance(error, (ValueError, TypeError)):
         return bad_request(error)
     return ApiError(500, "an error inside of the server; its log has the details", code="internal_error")

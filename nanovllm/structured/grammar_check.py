@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from nanovllm.structured.grammar import grammar_text, parser_limits, plain_error, require_llguidance
-from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.structured_outputs import GrammarsBusyError, StructuredOutputs
 
 _MEMORY = 2 * 2**30
 _STACK = 2 * 2**20
@@ -39,12 +39,12 @@ class GrammarChecker:
         self._passed: OrderedDict[StructuredOutputs, None] = OrderedDict()
 
     def check(self, spec: StructuredOutputs) -> None:
-        """Raise a ValueError unless the grammar compiles."""
+        """Raise a ValueError unless the grammar compiles, a GrammarsBusyError if others take too long before it."""
         if spec in self._passed:
             return
         require_llguidance()
         if not self._lock.acquire(timeout=self._seconds):
-            raise ValueError(f"{spec.called}: other grammars are being compiled; try again later")
+            raise GrammarsBusyError(f"{spec.called}: other grammars are being compiled; try again later")
         try:
             error = self._ask(spec)
             if error is not None:

@@ -8,6 +8,8 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.frontend.core_messages import params_to_send
+from nanovllm.structured.grammar_check import GrammarChecker
+from nanovllm.structured_outputs import GrammarsBusyError
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 SCHEMA = {
@@ -85,6 +87,16 @@ def test_a_grammar_that_breaks_ends_the_answer_before_a_token_that_it_does_not_a
 def test_what_cannot_be_served_is_a_400(server, body, said):
     status, error = server.refused("/v1/chat/completions", messages=MESSAGES, **body)
     assert status == 400 and said in error["message"] and "backtrace" not in error["message"]
+
+
+def test_a_grammar_that_has_to_wait_too_long_is_a_503(server, monkeypatch):
+    def check(self, spec):
+        raise GrammarsBusyError("structured_outputs: other grammars are being compiled; try again later")
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+    answer = server.client.post("/v1/completions", json={"prompt": "x", "structured_outputs": {"choice": ["busy"]}})
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "2"
+    assert "try again later" in answer.json()["error"]["message"]
 
 
 def test_parameters_travel_to_another_process():

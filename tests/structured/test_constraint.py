@@ -1,5 +1,6 @@
 """Masks of single sequences, and grammars that must not be compiled."""
 
+import threading
 import time
 
 import numpy as np
@@ -9,6 +10,7 @@ from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.structured.constraint import ConstraintMaker, MaskFiller, TokenConstraint
 from nanovllm.structured.grammar import plain_error
 from nanovllm.structured.grammar_check import GrammarChecker
+from nanovllm.structured_outputs import GrammarsBusyError
 from tests import tiny
 
 TOKENIZER = tiny.tokenizer()
@@ -77,6 +79,23 @@ def test_a_grammar_whose_first_mask_is_too_complex_is_refused(maker):
     start = "start: " + "|".join(f'"{chr(97 + i % 26)}" x{i}' for i in range(count))
     with pytest.raises(ValueError, match="structured_outputs: its first mask is too complex: .*Too many items"):
         one(maker, structured_outputs={"grammar": "\n".join([start, *rules])})
+
+
+def test_a_grammar_waits_for_others_for_a_while():
+    checker, errors = GrammarChecker(seconds=0.5), []
+
+    def check(factor):
+        try:
+            checker.check(StructuredOutputs(json={"type": "integer", "multipleOf": factor}))
+        except ValueError as error:
+            errors.append(type(error))
+
+    threads = [threading.Thread(target=check, args=(factor,)) for factor in (9999991, 9999973, 9999971)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 3 and GrammarsBusyError in errors and ValueError in errors
 
 
 def test_completions_have_states_of_their_own(maker):
