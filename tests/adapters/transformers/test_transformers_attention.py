@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from nanovllm.adapters.transformers import apply, register_attention
 from nanovllm.adapters.transformers.attention import is_sliding_window, plan_mask
@@ -213,8 +213,23 @@ def test_positions_that_a_caller_gives_may_be_of_packed_sequences():
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
     own = logits(model, {"input_ids": ids, "position_ids": positions}, use_cache=False)
     with apply(model, ops=["attention_dense", *OPERATORS, "attention_decode"]):
-        compiled = torch.compile(model, backend="eager")
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
         got = logits(compiled, {"input_ids": ids, "position_ids": positions}, use_cache=False)
         apart = logits(compiled, {"input_ids": ids}, use_cache=False)
     torch.testing.assert_close(got, own, rtol=0, atol=2e-5)
     assert not torch.allclose(apart, own, atol=1e-2)
+
+
+def test_a_step_that_generate_compiles_is_one_graph_with_the_ops_in_it():
+    model, given, graphs = tiny("Qwen3").requires_grad_(False), prompts("left"), Graphs()
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    expected = model.generate(**given, **options, disable_compile=True)
+    # A function, since the configuration is copied with what is in it.
+    keep = lambda graph, example: graphs(graph, example)  # noqa: E731
+    config = transformers.CompileConfig(fullgraph=True, backend=keep, mode=None, dynamic=False)
+    config._compile_all_devices = True  # a CPU, too
+    with references("mine", *OPERATORS, "rotary_embedding") as providers, apply(model, ops=providers):
+        torch._dynamo.reset()
+        got = model.generate(**given, **options, compile_config=config)
+    assert torch.equal(got, expected)
+    assert any("nanovllm.attention_dense" in node for node in graphs.nodes), graphs.nodes
