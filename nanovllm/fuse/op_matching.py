@@ -109,9 +109,12 @@ def find(graph: OpGraph, progress: Callable[[str], None] = lambda text: None) ->
         if namespace == "nanovllm" and name in all_ops():
             arguments = dict(zip(all_ops()[name].records.flat.parameters, k.fx.args)) | dict(k.fx.kwargs)
             found.append(Match(name, frozenset({k.fx}), arguments, (k.fx,)))
+    present = {t.dtype for node in graph.program.graph.nodes for t in fake(node)}
     dtypes = {t.dtype for k in graph for t in fake(k.fx)} & {torch.float32, torch.bfloat16, torch.float16}
     names, targets = {v.name for v in values.kernels}, list(dict.fromkeys(values.of.values()))
     for dtype, name in itertools.product(sorted(dtypes, key=str), all_ops()):
+        if not packed_dtypes(name, dtype) <= present:
+            continue
         progress(f"looking for {name} in {dtype}")
         for pattern in patterns(name, dtype):
             if pattern.names <= names:
@@ -123,26 +126,44 @@ def find(graph: OpGraph, progress: Callable[[str], None] = lambda text: None) ->
     return sorted(unique.values(), key=lambda m: (-len(m.kernels), m.op))
 
 
+_PACKED = {torch.uint8, torch.int8, torch.float8_e4m3fn}
+"""What packed weights are stored in: an op that takes one cannot occur in a graph that has none."""
+
+
+@cache
+def packed_dtypes(name: str, dtype: torch.dtype) -> frozenset[torch.dtype]:
+    """The dtypes of packed weights that every example of an op has."""
+    found = [{v.dtype for v in given.values() if isinstance(v, torch.Tensor)} for given in _examples(name, dtype)]
+    return frozenset(_PACKED.intersection(*found)) if found else frozenset()
+
+
 @cache
 def patterns(name: str, dtype: torch.dtype) -> tuple[Pattern, ...]:
-    """The patterns of an op for inputs of a dtype; none of attention and sampling, which stay ops in a graph."""
-    declared = all_ops()[name]
-    if declared.inputs is None or dtype not in declared.inputs.dtypes or "attention" in name or name == "sample":
-        return ()
-    made = []
-    for variant in declared.inputs.variants:
-        # No dimension of 1, which would say nothing, and as small as can be.
-        known = [s for s in (*declared.inputs.small, *declared.inputs.decode) if min(s, default=0) > 0]
-        shapes = [s for s in known if min(s) > 1] or known
-        shape = min(shapes, key=lambda s: (sum(s), s), default=None)
-        if shape is None:
-            continue
-        base = declared.inputs(Tensors(dtype, torch.device("cpu")), shape, variant)
+    """The patterns of an op for inputs of a dtype; none where values decide what is computed: those stay ops."""
+    declared, made = all_ops()[name], []
+    for base in _examples(name, dtype):
         for more, fn in itertools.product(
             (lambda a: {}, *_OPTIONAL.get(name, ())), (declared.native, *_SPELLINGS.get(name, ()))
         ):
             made.append(_pattern(declared, fn, {**base, **more(base)}))
     return tuple(pattern for pattern in made if pattern is not None)
+
+
+def _examples(name: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    """An op's arguments in each variant, as small as can be. None of attention, experts and sampling, which cannot be
+    traced.
+    """
+    declared = all_ops()[name]
+    untraced = "attention" in name or name in ("sample", "moe_experts", "moe_experts_fp8")
+    if declared.inputs is None or dtype not in declared.inputs.dtypes or untraced:
+        return []
+    # No dimension of 1, which would say nothing.
+    known = [s for s in (*declared.inputs.small, *declared.inputs.decode) if min(s, default=0) > 0]
+    shapes = [s for s in known if min(s) > 1] or known
+    if not shapes:
+        return []
+    shape = min(shapes, key=lambda s: (sum(s), s))
+    return [declared.inputs(Tensors(dtype, torch.device("cpu")), shape, v) for v in declared.inputs.variants]
 
 
 def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) -> Pattern | None:

@@ -10,7 +10,7 @@ from nanovllm.fuse import FusionAnalyzer
 from nanovllm.fuse.group_module import extract, values
 from nanovllm.fuse.grouping import KernelGroup
 from nanovllm.fuse.op_graph import build
-from nanovllm.fuse.op_matching import find, patterns
+from nanovllm.fuse.op_matching import find, packed_dtypes, patterns
 from nanovllm.kernels import Tensors, all_ops
 
 # The references of these depend on values, or the op declares no inputs; they stay ops of their own in a graph.
@@ -72,6 +72,18 @@ def test_patterns_of_every_dtype_and_none_where_values_decide():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert patterns("rms_norm", dtype)
     assert patterns("rms_norm", torch.int64) == ()
+
+
+def test_ops_of_packed_weights_are_looked_for_where_there_are_any():
+    """To trace their references takes a second, which a command on a module of floats need not wait."""
+    packed = {"linear_int4", "linear_int8", "linear_gguf", "linear_fp8", "linear_fp8_dynamic"}
+    for weight, dtype in ((torch.randn(4, 16), None), (torch.ones(4, 16, dtype=torch.uint8), torch.uint8)):
+        said = []
+        find(build(lambda x, w: F.linear(x, w.float()) + 1, (X, weight)), said.append)
+        looked_for = {text.split()[2] for text in said}
+        expected = {name for name in packed if packed_dtypes(name, torch.float32) <= {dtype}}
+        assert looked_for & packed == expected and "linear" in looked_for
+        assert bool(expected) == (dtype is not None)
 
 
 def test_other_spellings():
