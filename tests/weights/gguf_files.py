@@ -111,17 +111,20 @@ def tiny(path: Path, arch: str = "llama", quant: str = "F32", **extra: object) -
     return write(path / "tiny.gguf", arch, to_gguf(arch, hf_weights(arch)), quant, **extra)
 
 
-def quantised(path: Path, arch: str, quant: str | Callable[[str], str], tied: bool = True) -> Path:
-    """A file of random weights in any format; the blocks of those that the package cannot write are random."""
+def quantised(path: Path, arch: str, quant: str | Callable[[str], str], tied: bool = True, **extra: object) -> Path:
+    """A file of random weights in any format; the blocks of those that the package cannot write are random.
+
+    extra: as of `write`.
+    """
     tensors = to_gguf(arch, hf_weights(arch, tied))
     try:
-        return write(path, arch, tensors, quant)
+        return write(path, arch, tensors, quant, **extra)
     except (NotImplementedError, KeyError):
-        return _write_random_blocks(path, arch, tensors, quant)
+        return _write_random_blocks(path, arch, tensors, quant, **extra)
 
 
 def _write_random_blocks(
-    path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str | Callable[[str], str]
+    path: Path, arch: str, tensors: dict[str, np.ndarray], quant: str | Callable[[str], str], **extra: object
 ) -> Path:
     """As `write`, with blocks of random bits and small scales."""
     places = {"Q2_K": (80, 82), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "Q8_0": (0,)}
@@ -137,4 +140,4 @@ def _write_random_blocks(
                 scales = rng.uniform(0.001, 0.02, raw.shape[:2]).astype(np.float16)
                 raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
             blocks[name] = raw.reshape(tensor.shape[0], -1)
-    return write(path, arch, tensors, quant, blocks=blocks)
+    return write(path, arch, tensors, quant, blocks=blocks, **extra)
