@@ -26,8 +26,8 @@ def show(result: LessonResult) -> None:
     if limit.matmul:
         roof += f", {limit.matmul / 1e12:,.2f} TFLOP/s"
     print(f"{lesson.name}: {lesson.formula}")
-    say(f"{dtype_name(result.dtype)} on {limit.device}; seed {result.seed}")
-    say(f"measured limits: {roof}")
+    say(f"{dtype_name(result.dtype)} on {limit.device}")
+    say(f"measured limits: {roof}; seed {result.seed}")
     _show_checks(result)
     if result.rows:
         _show_timings(result)
