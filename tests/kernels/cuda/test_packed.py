@@ -111,7 +111,7 @@ def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
         first = product(x, operands, bias)
         check(first, x, values, bias)
         assert torch.equal(first, product(x, operands, bias)), "other bits in another run"
-        check_gated(products.linear_packed_silu_and_mul(x, *operands), product(x, operands))
+        check_gated(products.linear_packed_silu_and_mul(x, *operands), product(x, operands), x, values)
     assert len(launches) == (6 if sums else 24)
 
 
@@ -165,10 +165,10 @@ def test_groups_zero_points_and_dtypes(kind, group, zeros, dtype, scale_dtype, d
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_fused_products_equal_the_separate_ones(kind, device, launches):
-    operands, _ = make(kind, 2 * 648, 1280, device)
+    operands, values = make(kind, 2 * 648, 1280, device)
     for tokens in (1, 7, 16):
         x = torch.randn(tokens, 1280, dtype=BF16, device=device)
-        check_fused(x, operands, product(x, operands))
+        check_fused(x, operands, product(x, operands), values)
     assert len(launches) == 9
 
 
