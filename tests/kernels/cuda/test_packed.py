@@ -134,6 +134,26 @@ def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 16, 31, 128])
+def test_blocks_of_many_tokens_beside_a_busy_stream(tokens, hopper):
+    """Each warp then waits for memory for a time of its own. What it reads of x must not depend on who is late."""
+    operands, values = make("int4", 200, 4096, hopper)
+    x = torch.randn(tokens, 4096, dtype=BF16, device=hopper)
+    weight = products._operands(x[:1], *operands)
+    larger_than_the_cache, stream = torch.empty(1 << 28, dtype=torch.uint8, device=hopper), torch.cuda.Stream()
+    for columns in (2, 3):
+        plan = PackedCudaPlan(1, 4 * (columns + 1), 1, 4, 4)
+        first = products._run(x, weight, None, sums=True, plan=plan)
+        check(first.sum(0).to(BF16), x, values)
+        with torch.cuda.stream(stream):
+            for _ in range(50):
+                larger_than_the_cache.add_(1)
+        again = [products._run(x, weight, None, sums=True, plan=plan) for _ in range(100)]
+        stream.synchronize()
+        assert all(torch.equal(first, got) for got in again), "other bits in another run"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["int4", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("rows, size", [(16406, 512), (16406, 768), (4090, 1536), (600, 12288)])
 def test_values_of_large_blocks(kind, rows, size, device, launches):

@@ -45,7 +45,7 @@ class PackedCudaPlan:
     """
     stages: int = 0
     """Of the kernel of wide.cuh: tiles of x that have room in shared memory, of 256 columns each with up to 64 tokens,
-    else of 128: more than there are groups of warps that share columns, and with up to 16 tokens 4 at least.
+    else of 128: more than there are groups of warps that share columns.
     """
 
 
@@ -123,7 +123,7 @@ def plan_wide(rows: int, groups: int, tokens: int, multiprocessors: int, sums: b
 def wide_shared_bytes(plan: PackedCudaPlan, tokens: int) -> int:
     """Of a block of the kernel of wide.cuh: the weights on their way, x, and barriers; at the end sums."""
     groups = plan.warps // 4 - 1
-    width = max(8, 1 << (tokens - 1).bit_length())
+    width = max(32, 1 << (tokens - 1).bit_length())
     x = width * 256 * (2 if width <= 64 else 1)
     sums = (groups - plan.row_warps) * 64 * width * 4
     return max(groups * WIDE_STAGES * 4096 + plan.stages * (x + 16), sums)

@@ -3,6 +3,11 @@
 // A block has warpgroups that multiply, `row_warps` with rows of their own times those that share columns, and one that copies
 // x. Decoded weights are the first operand, in the registers in which product.cuh has them. x is the second, in shared memory:
 // the copying warps bring its columns into the order of the decoded pairs. Its stages pass between them through barriers.
+//
+// Every copying warp has a part of every stage, so stages become full in order. Warps that share columns rely on it. A barrier
+// only tells a phase from the one before it, and the phase before may be one in which another group read the stage. It is over
+// by the time that a group asks, for a later stage was full when this group read it.
+//
 // Weights go through a ring as in ring.cuh: a lane copies what it will read itself. They are asked for before the kernel in
 // front has ended.
 #pragma once
@@ -27,16 +32,12 @@ struct Wgmma;
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                                  \
     }                                                                                                                      \
   };
-#define NANOVLLM_D4 "%0,%1,%2,%3"
-#define NANOVLLM_D8 NANOVLLM_D4 ",%4,%5,%6,%7"
-#define NANOVLLM_D16 NANOVLLM_D8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define NANOVLLM_D16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define NANOVLLM_D32 NANOVLLM_D16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define NANOVLLM_D64                                                                                       \
   NANOVLLM_D32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53," \
                "%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define NANOVLLM_WGMMAS(T, TYPE)                                                                                             \
-  NANOVLLM_WGMMA(T, TYPE, 8, NANOVLLM_D4, "%4,%5,%6,%7", "%8", NANOVLLM_F4(0))                                               \
-  NANOVLLM_WGMMA(T, TYPE, 16, NANOVLLM_D8, "%8,%9,%10,%11", "%12", NANOVLLM_F4(0), NANOVLLM_F4(4))                           \
   NANOVLLM_WGMMA(T, TYPE, 32, NANOVLLM_D16, "%16,%17,%18,%19", "%20", NANOVLLM_F16(0))                                       \
   NANOVLLM_WGMMA(T, TYPE, 64, NANOVLLM_D32, "%32,%33,%34,%35", "%36", NANOVLLM_F16(0), NANOVLLM_F16(16))                     \
   NANOVLLM_WGMMA(T, TYPE, 128, NANOVLLM_D64, "%64,%65,%66,%67", "%68", NANOVLLM_F16(0), NANOVLLM_F16(16), NANOVLLM_F16(32), \
@@ -94,10 +95,9 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_kernel(const __grid_cons
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t x_shared = ring + consumers * (4 * WIDE_STAGES * 1024);
   const uint32_t full = x_shared + stages * STAGE_BYTES, empty = full + stages * 8;
-  constexpr int SHARERS = N >= 32 ? 4 : N / 8;  // copying warps that share a unit
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
-      barrier_init(full + s * 8, SHARERS);
+      barrier_init(full + s * 8, 4);
       barrier_init(empty + s * 8, p.row_warps * 4);
     }
   }
@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_kernel(const __grid_cons
     __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     // A lane has a token, and chunk j of 8 columns of each of the four lanes that share a decoded row.
-    constexpr int TASKS = N >= 32 ? N / 32 : 1, STRIDE = 4 / SHARERS, AHEAD = N <= 32 ? 2 : 1;
-    const int me = warp & 3, j = lane >> 3, first_token = (me & (SHARERS - 1)) * 8;
+    constexpr int TASKS = N / 32, AHEAD = N == 32 ? 2 : 1;
+    const int j = lane >> 3, first_token = (warp & 3) * 8;
     const int tasks = min(TASKS, (tokens - first_token + 31) >> 5);  // 0: this warp has no token
     const T* x[TASKS];
 #pragma unroll
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_kernel(const __grid_cons
       x[k] = static_cast<const T*>(p.x) + token * p.x_stride + int64_t(first_step) * 128 + j * 8;
     }
     uint4 v[AHEAD][STEPS][TASKS][4];
-    int load_turn = 0, load_group = me / SHARERS, load_step = 0;  // the unit that is loaded next; all steps behind the last: none
+    int load_turn = 0, load_group = 0, load_step = 0;  // the unit that is loaded next; all steps behind the last: none
     auto forward = [&] {
       while (load_group >= column_groups) load_group -= column_groups, ++load_turn;
       load_step = load_turn < turns ? (load_group * turns + unit_of(load_turn)) * STEPS : steps;
@@ -133,12 +133,12 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_kernel(const __grid_cons
     for (int a = 0; a < AHEAD; ++a) {
 #pragma unroll
       for (int i = 0; i < STEPS * TASKS; ++i) load(v[a][i / TASKS][i % TASKS], i / TASKS, i % TASKS);
-      load_group += STRIDE;
+      ++load_group;
       forward();
     }
-    int stage = me / SHARERS;  // there are STRIDE stages or more
+    int stage = 0;
     uint32_t parity = 1;
-    for (int left = turns * column_groups - me / SHARERS; left > 0;) {
+    for (int left = turns * column_groups; left > 0;) {
 #pragma unroll
       for (int a = 0; a < AHEAD; ++a) {
         if (left <= 0) break;
@@ -166,10 +166,9 @@ __global__ void __launch_bounds__(WIDE_THREADS, 1) wide_kernel(const __grid_cons
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();
         if (lane == 0) barrier_arrive(full + stage * 8);
-        stage += STRIDE;
-        if (stage >= stages) stage -= stages, parity ^= 1;
-        left -= STRIDE;
-        load_group += STRIDE;
+        if (++stage >= stages) stage -= stages, parity ^= 1;
+        --left;
+        ++load_group;
         forward();
       }
     }
@@ -327,8 +326,6 @@ template <typename T, typename SCALE, bool ZERO>
 cudaError_t wide_launch(const Product& p, const Launch& how, cudaStream_t stream) {
   const int rows = 64 * p.row_warps;
   if (how.warps * 32 > WIDE_THREADS) return cudaErrorInvalidValue;
-  if (p.tokens <= 8) return enqueue(wide_kernel<T, SCALE, ZERO, 8>, rows, p, how, stream);
-  if (p.tokens <= 16) return enqueue(wide_kernel<T, SCALE, ZERO, 16>, rows, p, how, stream);
   if (p.tokens <= 32) return enqueue(wide_kernel<T, SCALE, ZERO, 32>, rows, p, how, stream);
   if (p.tokens <= 64) return enqueue(wide_kernel<T, SCALE, ZERO, 64>, rows, p, how, stream);
   return enqueue(wide_kernel<T, SCALE, ZERO, 128>, rows, p, how, stream);
