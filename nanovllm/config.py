@@ -98,8 +98,8 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     """GPUs of this machine that share the model, or processes on a CPU (docs/scaling.md)."""
     rank_timeout: float = 60.0
-    """Seconds that a rank waits for the others at the start, and on a CPU in a step. GPUs that wait for each other have
-    half of it."""
+    """Seconds that a rank waits for the others at the start, and on a CPU in a step. The engine ends if
+    its GPUs wait for each other for half of this time."""
     use_custom_kernels: bool | None = None
     """False: the `native` (PyTorch) provider of every op. None: as the model's config.json says, else True."""
     kernel_priority: Mapping[str, Sequence[str]] | None = None

@@ -86,8 +86,8 @@ class Metrics:
         self._e2e = histogram("e2e_request_latency_seconds", "Seconds from arrival to the last token.", _SECONDS)
         self._queue = histogram("request_queue_time_seconds", "Seconds that a request waited.", _SECONDS)
         self._inference = histogram("request_inference_time_seconds", "Seconds that a request ran.", _SECONDS)
-        self._prefill = histogram("request_prefill_time_seconds", "Seconds that its prompt took.", _SECONDS)
-        self._decode = histogram("request_decode_time_seconds", "Seconds from its first token to its last.", _SECONDS)
+        self._prefill = histogram("request_prefill_time_seconds", "Seconds that a request's prompt took.", _SECONDS)
+        self._decode = histogram("request_decode_time_seconds", "Seconds from first to last token.", _SECONDS)
         self._prompt = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self._generation = histogram("request_generation_tokens", "Output tokens of a request.", _TOKENS)
         self._longest = histogram(
@@ -217,14 +217,14 @@ class Metrics:
             gauge.add_metric([self._model], value)
             yield gauge
         waiting = GaugeMetricFamily(
-            f"{prefix}num_requests_waiting_by_reason", "The same by reason.", labels=["model_name", "reason"]
+            f"{prefix}num_requests_waiting_by_reason", "Waiting completions by reason.", labels=["model_name", "reason"]
         )
         waiting.add_metric([self._model, "capacity"], stats.num_waiting)
         waiting.add_metric([self._model, "deferred"], 0)
         yield waiting
         info = self._engine.info
         cache = {"model_name": self._model, "block_size": info.block_size, "num_gpu_blocks": info.num_blocks}
-        config = GaugeMetricFamily(f"{prefix}cache_config_info", "The KV cache: always 1.", labels=list(cache))
+        config = GaugeMetricFamily(f"{prefix}cache_config_info", "Settings of the KV cache.", labels=list(cache))
         config.add_metric([str(value) for value in cache.values()], 1)
         yield config
         counters = counts.counters | {("num_preemptions",): stats.num_preemptions}

@@ -53,4 +53,5 @@ def test_weights_lie_in_memory_that_asks_for_huge_pages(rows):
     matrix = PackedMatrix.of(torch.ones(rows, 1024))
     assert "hg" in flags_of_mapping(matrix.tiles.data_ptr())
     # The test can fail: ordinary memory does not ask.
-    assert "hg" not in flags_of_mapping(torch.ones(1 << 16, dtype=torch.uint8).data_ptr())
+    ordinary = torch.ones(1 << 16, dtype=torch.uint8)
+    assert "hg" not in flags_of_mapping(ordinary.data_ptr())
