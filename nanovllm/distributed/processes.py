@@ -124,7 +124,11 @@ class Processes:
         self._state.waiting = expected
 
     def watch(self, watched: bool) -> None:
-        """Whether this thread is in calls that wait for other ranks, and that nothing else ends if these never come."""
+        """Whether this thread is in calls that wait for other ranks, and that nothing else ends if these never come.
+
+        The thread moves when it calls this: most steps of an engine wait for the GPU at the same place.
+        """
+        self._state.stillness.reset()
         self._state.watched = threading.get_ident() if watched else None
 
     def close(self) -> None:

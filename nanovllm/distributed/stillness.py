@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import _base as _futures
+from concurrent.futures import thread as _pools
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,12 +18,15 @@ from typing import Any
 _MOST_BETWEEN_LOOKS = 3.0
 """Seconds that count between two looks. A machine or a process that was suspended comes back much later."""
 _PACKAGE = Path(__file__).parents[1]
+_OTHERS_WORK = {subprocess.__file__, _futures.__file__, _pools.__file__}
+"""Files of Python in which a thread waits for a program or for threads that it has started, such as compilers."""
 
 
 class Stillness:
     """For how long a thread has been at one place of its program. One thread looks.
 
-    A thread that waits for a program that it has started, such as a compiler, counts as one that moves.
+    A thread that waits for a program or for threads that it has started, such as compilers, counts as one that moves.
+    At the same place again may be a later turn of a loop: `reset` tells that a step of it begins.
 
     Attributes:
         seconds: since the thread has moved, as far as `look` has seen.
@@ -54,7 +59,7 @@ def _where(frame: FrameType | None) -> tuple[Any, str]:
     seen, place = [], ""
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == subprocess.__file__:
+        if code.co_filename in _OTHERS_WORK:
             return None, ""
         seen.append((code, frame.f_lasti))
         path = Path(code.co_filename)
