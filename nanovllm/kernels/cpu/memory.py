@@ -45,7 +45,10 @@ def _mapped(nbytes: int) -> torch.Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(nbytes, dtype=torch.uint8)
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    try:
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    except OSError:  # Linux was built without huge pages
+        pass
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

@@ -55,3 +55,13 @@ def test_weights_lie_in_memory_that_asks_for_huge_pages(rows):
     # The test can fail: ordinary memory does not ask.
     ordinary = torch.ones(1 << 16, dtype=torch.uint8)
     assert "hg" not in flags_of_mapping(ordinary.data_ptr())
+
+
+def test_a_linux_without_huge_pages_gives_ordinary_memory(monkeypatch):
+    class Refusing(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
+    monkeypatch.setattr(mmap, "mmap", Refusing)
+    assert WeightMemory(mapping=1 << 16).take(1 << 15).fill_(3).sum() == 3 << 15
