@@ -160,11 +160,11 @@ inline void panel_times(const float* panel, int64_t columns, const float* x, int
     }
 }
 
-// Tiles `first` and `first` + 1, if there, for any number of tokens.
+// Tiles `first` and `first` + 1, if that is before `end`, for any number of tokens.
 template <typename T>
-inline void many(const Weight& w, int64_t first, const Tokens& x, const Output& out) {
+inline void many(const Weight& w, int64_t first, int64_t end, const Tokens& x, const Output& out) {
     const int64_t blocks = blocks_of<T>(w.columns), bytes = blocks * T::BYTES;
-    const int tiles = first + 1 < tiles_of(w.rows) ? 2 : 1;
+    const int tiles = first + 1 < end ? 2 : 1;
     alignas(64) thread_local float panel[PANEL_GROUPS * GROUP * PANEL_ROWS];
     thread_local std::vector<float> sums;
     sums.assign((size_t)x.count * PANEL_ROWS, 0.0f);
@@ -210,7 +210,7 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
             for (int64_t m = 0; m < x.count; m += FEW)
                 few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);
         } else {
-            for (int64_t tile = begin; tile < end; tile += 2) many<T>(w, tile, x, out);
+            for (int64_t tile = begin; tile < end; tile += 2) many<T>(w, tile, end, x, out);
         }
     });
 }
