@@ -228,13 +228,17 @@ def with_plan(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> dict
     """Arguments of a model's forward under torch.compile: with a plan, if there are no padding, positions and cache.
 
     Code that is compiled cannot ask positions whether several sequences are packed into one. So transformers assumes
-    it, and makes a mask that is no plan. Where the caller gives no positions nothing is packed.
+    it, and makes a mask that is no plan. Where the caller gives no positions nothing is packed. A model whose
+    configuration says that tokens see later ones (`is_causal`) gets no plan.
     """
     tokens = args[0] if args else given.get("input_ids")
     unknown = "attention_mask", "position_ids", "inputs_embeds", *CACHES
     if tokens is None or len(args) > 1 or "attention_mask" not in given:
         return given
-    if module.config._attn_implementation != NAME or any(given.get(name) is not None for name in unknown):
+    config = module.config
+    if config._attn_implementation != NAME or not getattr(config, "is_causal", True):
+        return given
+    if any(given.get(name) is not None for name in unknown):
         return given
     batch, length = tokens.shape
     return given | {"attention_mask": plan_mask(batch, length, length, device=tokens.device)}

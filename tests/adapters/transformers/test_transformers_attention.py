@@ -220,6 +220,19 @@ def test_positions_that_a_caller_gives_may_be_of_packed_sequences():
     assert not torch.allclose(apart, own, atol=1e-2)
 
 
+def test_a_compiled_model_whose_tokens_see_later_ones_keeps_its_mask():
+    model, ids = tiny("Qwen3").requires_grad_(False), torch.arange(3, 13)[None]
+    causal = logits(model, {"input_ids": ids}, use_cache=False)
+    model.config.is_causal = False
+    own = logits(model, {"input_ids": ids}, use_cache=False)
+    assert not torch.allclose(own, causal, atol=1e-2)
+    names = (*OPERATORS, "rotary_embedding", "attention_decode")
+    with references("mine", *names), apply(model, ops=dict.fromkeys(names, "mine")) as report:
+        assert "attention_decode" in {row.op for row in report.replaced}
+        got = logits(torch.compile(model, backend="eager"), {"input_ids": ids}, use_cache=False)
+    torch.testing.assert_close(got, own, rtol=0, atol=2e-5)
+
+
 def test_a_step_that_generate_compiles_is_one_graph_with_the_ops_in_it():
     model, given, graphs = tiny("Qwen3").requires_grad_(False), prompts("left"), Graphs()
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
