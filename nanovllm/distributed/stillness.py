@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import _base as _futures
-from concurrent.futures import thread as _pools
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,8 +17,10 @@ from typing import Any
 _MOST_BETWEEN_LOOKS = 3.0
 """Seconds that count between two looks. A machine or a process that was suspended comes back much later."""
 _PACKAGE = Path(__file__).parents[1]
-_OTHERS_WORK = {subprocess.__file__, _futures.__file__, _pools.__file__}
-"""Files of Python in which a thread waits for a program or for threads that it has started, such as compilers."""
+_OTHERS_WORK = {subprocess.__file__, _futures.__file__}
+"""Files of Python in which a thread waits for a program or for threads that it has started, such as compilers. The
+threads of a pool run another file, so one that is still there is seen.
+"""
 
 
 class Stillness:

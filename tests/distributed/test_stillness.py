@@ -21,16 +21,18 @@ def waits_for_a_thread(end):
 
 @pytest.mark.parametrize("wait, moves", [(waits_for_a_lock, False), (waits_for_a_thread, True)])
 def test_a_thread_that_waits_for_threads_of_a_pool_counts_as_one_that_moves(wait, moves):
-    """Such as those that compile all kernels at a first start, which takes longer than ranks may be still."""
+    """Such as those that compile all kernels at a first start, which takes longer than ranks may be still. A thread
+    that waits for something else may be one of a pool itself.
+    """
     end, stillness = threading.Event(), Stillness()
-    thread = threading.Thread(target=wait, args=(end,))
-    thread.start()
-    time.sleep(0.2)
-    for _ in range(4):
-        stillness.look(thread.ident)
-        time.sleep(0.05)
-    end.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as executor:
+        thread = executor.submit(threading.get_ident).result()
+        executor.submit(wait, end)
+        time.sleep(0.2)
+        for _ in range(4):
+            stillness.look(thread)
+            time.sleep(0.05)
+        end.set()
     assert (stillness.seconds == 0.0) == moves
 
 
