@@ -83,6 +83,7 @@ def serve(answer: Callable[[Any], Any]) -> None:
     """In a `Peer`'s process: answer requests until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what other code prints is no reply, in processes that this one starts neither
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # or a process that is killed loses it
     for line in sys.stdin:
         print(json.dumps(answer(json.loads(line))), file=replies, flush=True)
 

@@ -91,9 +91,12 @@ def in_child(command: list[str], verbose: bool = False, paths: Mapping[str, str]
 
 
 def _environment(folder: str | None) -> dict[str, str]:
-    """Our variables, with `folder` first among the places where Python looks for packages."""
+    """Our variables, with `folder` first among the places where Python looks for packages.
+
+    What the process prints is written at once: a signal that ends it would lose its last lines, which say why.
+    """
     found = [folder, os.environ.get("PYTHONPATH")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(f for f in found if f)}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(f for f in found if f), "PYTHONUNBUFFERED": "1"}
 
 
 def _kill(group: int) -> None:
