@@ -1,6 +1,6 @@
 """The server beside `LLM.generate` and beside vLLM's server, on one GPU: a row for each measurement, as it comes.
 
-python -m benchmarks.serving.beside_vllm --peer-path /tmp/vllm/site --json rows.json       # everything
+python -m benchmarks.serving.beside_vllm --peer-path vllm/site --json rows.json            # everything
 python -m benchmarks.serving.beside_vllm --parts streams --model qwen3-8b --loads 1,16,64,256,8/s
 python -m benchmarks.serving.beside_vllm --report rows.json                               # the tables of such a file
 

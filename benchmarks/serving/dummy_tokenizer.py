@@ -1,7 +1,7 @@
 """Writes a tokenizer of any size, in which every token has a text: for servers with random weights.
 
-python -m benchmarks.serving.dummy_tokenizer /tmp/tokenizer --vocab-size 151936
-nanovllm serve --model qwen3-0.6b --load-format dummy --tokenizer /tmp/tokenizer
+python -m benchmarks.serving.dummy_tokenizer tokenizer --vocab-size 151936
+nanovllm serve --model qwen3-0.6b --load-format dummy --tokenizer ./tokenizer
 """
 
 from __future__ import annotations
