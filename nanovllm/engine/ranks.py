@@ -197,6 +197,7 @@ class Leader(Ranks):
         try:
             self._processes.raise_failure()
         except RankError as e:
+            self.close()  # the rank may have failed between two steps
             raise RankError(f"{e}; the engine has stopped, make a new one") from None
         with interrupts_deferred(), self._stopped_on_failure():
             self._processes.watch(True)

@@ -117,6 +117,8 @@ def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch
     graph = CapturedGraph(events)
     llm.engine.runner.group.captured.add(graph)
     os.kill(pids[0], signal.SIGKILL)
+    while llm.engine.ranks.failure is None:  # the next step finds a rank that failed before it
+        time.sleep(0.01)
     with pytest.raises(RuntimeError, match="rank 1 of 2 was killed by signal 9"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert events == ["reset"]  # or NCCL's abort, in another thread, would wait for it
@@ -194,7 +196,8 @@ def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
     what, said = FAULTS[fault]
     plugin = tmp_path / "fault.py"
     plugin.write_text(PLUGIN.format(fault=fault) + textwrap.indent(what, "    "))
-    before = children()
+    before, events = children(), []
+    graph = CapturedGraph(events)
     with temporary(), pytest.raises(RuntimeError, match=said):
         llm = make(
             directory,
@@ -203,8 +206,11 @@ def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
             **CAPTURED if fault == "captures" else {},
             rank_timeout={"hangs": 3, "stops": 20}.get(fault, 60),
         )
+        llm.engine.runner.group.captured.add(graph)
+        events.append("started")
         llm.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
     assert gone(children() - before)
+    assert events in ([], ["started", "reset"])
 
 
 def children():
