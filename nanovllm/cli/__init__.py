@@ -84,12 +84,10 @@ class _Engine:
         try:
             with collector_off(gc.freeze):
                 from nanovllm import LLM
-                from nanovllm.kernels import load_plugins
                 from nanovllm.weights.demo_model import demo_model_path
 
                 arguments = vars(self).copy()
                 plugins = arguments.pop("kernel_plugin") or ()
-                load_plugins(plugins, must_load=True)
                 return LLM(**arguments | {"model": self.model or demo_model_path(), "kernel_plugins": plugins})
         finally:
             status.clear()

@@ -46,7 +46,7 @@ def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[
     with working(f"loading {', '.join(plugins or ())}"):
         reject_crashing(plugins or ())
         where = select_device(device)
-        origins = load_plugins(plugins or (), must_load=True)
+        origins = load_plugins(plugins or ())
     return where, dict(sorted(all_ops().items())), origins
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
 
@@ -118,3 +119,9 @@ def test_a_process_without_restart(model_path):
         engine.close()  # in the loop that has read the engine's messages
 
     asyncio.run(run())
+
+
+def test_a_kernel_plugin_that_is_missing_is_an_error_of_the_start(model_path, tmp_path):
+    plugin = str(tmp_path / "my_kernels.py")
+    with pytest.raises(ValueError, match=f"kernel plugin {re.escape(plugin)}: there is no such file"):
+        ProcessClient(EngineConfig(str(model_path), **SIZES, kernel_plugins=[plugin]))

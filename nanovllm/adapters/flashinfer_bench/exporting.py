@@ -235,10 +235,10 @@ def _sources(op: Op, provider: Provider, definition: Mapping[str, Any]) -> tuple
     dependencies, sources = ["nanovllm"], {}
     if provider.origin is not None and provider.origin.endswith(".py"):
         lines = ["from pathlib import Path", "", *lines, ""]
-        lines += ["load_plugins([str(Path(__file__).with_name('kernels.py'))], must_load=True)"]
+        lines += ["load_plugins([str(Path(__file__).with_name('kernels.py'))])"]
         sources["kernels.py"] = Path(provider.origin).read_text(encoding="utf-8")
     elif provider.origin is not None:
-        lines += ["", f"load_plugins([{provider.origin!r}], must_load=True)"]
+        lines += ["", f"load_plugins([{provider.origin!r}])"]
         dependencies.append(provider.origin.partition(".")[0])
     else:
         lines[0] = "from nanovllm.kernels import all_ops"

@@ -4,8 +4,8 @@ A plugin is Python code that registers a provider for an op (`@rms_norm.provider
 `LLM(kernel_plugins=["my_kernels.py"])` and `--kernel-plugin my_kernels.py` load one and prefer its providers. A file
 whose text has changed since is taken back and loaded anew; what was chosen before keeps the old code. A distribution
 can name modules in the entry-point group `nanovllm.kernels`: those are loaded always, and run where they are named
-(`kernel_priority`, `NANOVLLM_KERNELS`). A plugin that fails to load is taken back whole; its error becomes a reason
-that `nanovllm kernels list` shows.
+(`kernel_priority`, `NANOVLLM_KERNELS`). A plugin that fails to load is taken back whole. If the user named it, that is
+an error; if it is installed, a warning, and a reason that `nanovllm kernels list` shows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.abc import SourceLoader
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -42,16 +43,15 @@ class _Loaded(NamedTuple):
 _loaded: dict[str, _Loaded] = {}
 
 
-def load_plugins(plugins: Sequence[str], must_load: bool = False) -> list[str]:
-    """Load plugins that are not loaded yet or have changed, and installed ones; the names of those given that could be
-    loaded. A warning says why a plugin could not be loaded.
+def load_plugins(plugins: Sequence[str]) -> list[str]:
+    """Load plugins that are not loaded yet or have changed, and installed ones; the names of those given. A warning
+    says why an installed plugin could not be loaded.
 
     Args:
         plugins: paths of Python files, or names of modules.
-        must_load: a plugin that cannot be loaded is an error, not a warning.
 
     Raises:
-        ValueError: with `must_load`, one of `plugins` cannot be loaded.
+        ValueError: one of `plugins` cannot be loaded; the message says which one, and why.
     """
     if isinstance(plugins, (str, Path)):
         plugins = [str(plugins)]
@@ -62,12 +62,10 @@ def load_plugins(plugins: Sequence[str], must_load: bool = False) -> list[str]:
     for plugin in map(str, plugins):
         is_file = plugin.endswith(".py")
         name = str(Path(plugin).expanduser().resolve()) if is_file else plugin
-        if _load(name, lambda: _run_file(name) if is_file else _import(plugin), _hash(name) if is_file else None):  # noqa: B023
-            names.append(name)
-        elif must_load:
+        run: Callable[[], object] = partial(_run_file, name) if is_file else partial(_import, plugin)
+        if not _load(name, run, _hash(name) if is_file else None):
             raise ValueError(f"kernel plugin {name}: {_loaded[name].failure}")
-        else:
-            logger.warning("kernel plugin %s: %s", name, _loaded[name].failure)
+        names.append(name)
     return names
 
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -71,5 +72,6 @@ def _load(plugin: str, log: str, limit: float) -> None:
             signal.signal(fatal, signal.SIG_DFL)
         faulthandler.enable(stack)
         faulthandler.dump_traceback_later(limit, exit=True, file=stack)
-        load_plugins([plugin])
+        with suppress(ValueError):  # the process that asks loads it as well, and says why it fails
+            load_plugins([plugin])
         os._exit(_LOADED)

@@ -92,7 +92,7 @@ def test_a_plugins_provider_goes_with_its_file(tmp_path):
         "    return rms_norm.native(x, weight, eps)\n"
     )
     with temporary():
-        load_plugins([str(plugin)], must_load=True)
+        load_plugins([str(plugin)])
         export_op(rms_norm, tmp_path / "out", torch.float32, [(3, 64)], ["mine"])
     (path,) = (tmp_path / "out" / "solutions").rglob("*.json")
     one = documents.solution(json.loads(path.read_text()), str(path))
