@@ -7,16 +7,17 @@ import re
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanovllm.serve.options import ServeOptions
 
 _HEADERS_TOO_LARGE = b"431 Request Header Fields Too Large"
+_MOST_PIPELINED = 64
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class _TooLarge(httptools.HttpParserError):
-    """The headers exceed a limit."""
+    """The request exceeds a limit."""
 
 
 class _AnyLength(int):
@@ -33,7 +34,11 @@ class _AnyLength(int):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection that is one too many, or whose headers are too large or too slow."""
+    """Closes a connection that is one too many, or whose headers are too large or too slow.
+
+    A client may send a request before the answers to earlier ones have ended (pipelining). What refuses such a request
+    is written after these answers. When the client goes away, all of its requests end.
+    """
 
     limits: ServeOptions
     open_connections: set[HttpToolsProtocol]
@@ -42,6 +47,10 @@ class LimitedProtocol(HttpToolsProtocol):
     _header_bytes = 0
     _num_headers = 0
     _deadline: asyncio.TimerHandle | None = None
+    _answered: RequestResponseCycle | None = None
+    """The request whose answer was begun last. uvicorn's `cycle` is the one that was received last."""
+    _refusal: bytes | None = None
+    """The connection's last answer, maybe none: nothing that comes from the client counts any more."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -55,9 +64,15 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.open_connections.discard(self)
         self._headers_are_there()
+        self.pipeline.clear()
         super().connection_lost(exc)
+        if self._is_answering and self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         if self._in_headers:
             self._header_bytes += len(data)
             # The body may come in the same piece as the headers' end.
@@ -94,6 +109,10 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._headers_are_there()
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            said = f"more than {_MOST_PIPELINED} requests wait for their answers on this connection"
+            self._refuse(b"503 Service Unavailable", said)
+            raise _TooLarge
         self._in_body = True
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":  # it has no chunks: a stream ends with its connection
@@ -115,16 +134,47 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         said = f"the headers did not arrive within {self.limits.receive_timeout:g} seconds"
-        self._refuse(b"408 Request Timeout" if self._header_bytes else b"", said)
+        self._refuse(b"408 Request Timeout" if self._header_bytes or self.scope else b"", said)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(b"400 Bad Request", "this is not a valid HTTP/1.1 request")
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
+
+    def on_response_complete(self) -> None:
+        if self._refusal is None or self.pipeline:
+            super().on_response_complete()
+        else:
+            self.server_state.total_requests += 1
+            self._close()
+
     def _refuse(self, status: bytes, said: str) -> None:
-        if status and not self.transport.is_closing():
-            body = said.encode()
-            head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
-            self.transport.write(head % (status, len(body)) + b"connection: close\r\n\r\n" + body)
+        """End the connection after the answers that are due. status: empty: without a further answer."""
+        if self._refusal is not None:  # the parser says again that the callback refused the request
+            return
+        self._headers_are_there()
+        body = said.encode()
+        head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\n"
+        self._refusal = head % (status, len(body)) + b"connection: close\r\n\r\n" + body if status else b""
+        if self._in_body and self.pipeline and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()  # the request of this body is what is refused
+        elif self._in_body and self.cycle is self._answered and self._is_answering:
+            if not self.cycle.response_started:
+                self._close()
+                return
+            self._refusal = b""  # its answer is there
+        if not self._is_answering:
+            self._close()
+
+    def _close(self) -> None:
+        if self._refusal and not self.transport.is_closing():
+            self.transport.write(self._refusal)
         self.transport.close()
 
 
