@@ -73,6 +73,8 @@ class AsyncLLM:
         self._streams: dict[int, OutputStream] = {}
         self._keys: dict[str, int] = {}
         self._lock = threading.Lock()
+        self._over: str | None = None
+        """Why no further request is started."""
         self.stats = EngineStats()
         self.last_step_time = time.monotonic()
         """When the engine last reported a step, or was given work after a pause."""
@@ -157,6 +159,8 @@ class AsyncLLM:
         with self._lock:
             if name in self._keys:
                 raise ValueError(f"request_id={name!r:.80}: a request of this id runs; pass another one, or None")
+            if self._over is not None:
+                raise EngineDeadError(self._over)
             if not self.client.alive:
                 raise EngineDeadError("the engine is not running")
             if not self._streams:
@@ -188,9 +192,15 @@ class AsyncLLM:
             self._forget(key)
             _wake([stream])
 
-    def fail_all(self, error: Exception) -> None:
-        """End every request with an error, for example when a server stops."""
+    def fail_all(self, error: Exception, for_good: bool = False) -> None:
+        """End every request with an error.
+
+        for_good: also every request that is started later, for example since a server stops while it was tokenized.
+        """
         with self._lock:
+            if for_good:
+                self._over = str(error)
+                self.maker.close()
             streams, self._streams, self._keys = list(self._streams.items()), {}, {}
         for key, stream in streams:
             stream.fail(error)

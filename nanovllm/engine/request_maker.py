@@ -104,6 +104,10 @@ class RequestMaker:
         if self._constraints is not None:
             self._constraints.prepare()
 
+    def close(self) -> None:
+        """New grammars are refused from now on."""
+        self._checker.close()
+
     def check(self, params: SamplingParams) -> None:
         """Raise a ValueError if this model cannot serve the parameters.
 

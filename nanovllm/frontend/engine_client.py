@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import weakref
 from typing import Protocol
 
 from nanovllm.config import EngineConfig
@@ -13,6 +14,8 @@ from nanovllm.frontend.core import EngineCore
 from nanovllm.frontend.core_messages import AbortRequest, Deliver, Died, EngineInfo, StartRequest, StepOutputs
 
 logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS = 10.0
 
 
 class EngineClient(Protocol):
@@ -59,6 +62,7 @@ class ThreadClient:
         self._order = threading.Lock()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
+        weakref.finalize(self, _end, self._core, self._thread)
 
     @property
     def info(self) -> EngineInfo:
@@ -107,3 +111,12 @@ class ThreadClient:
             self._failed = True  # before its requests are told, so that none comes after them
             assert self._died is not None
             self._died(f"{type(error).__name__}: {error}")
+
+
+def _end(core: EngineCore, thread: threading.Thread) -> None:
+    """At the end of a program that has not closed the engine: a thread that runs PyTorch when the interpreter ends
+    aborts the process.
+    """
+    core.close()
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(_EXIT_SECONDS)

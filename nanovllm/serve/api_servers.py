@@ -90,6 +90,8 @@ class ApiServers:
         self._server: Server | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining = False
+        self._early_drains = 0
+        """Calls of `drain` before there was an event loop: a signal may come while the server starts."""
         self._retired: list[Counts] = []
         """One record: of the processes that have ended."""
         self._gathering = Gathering()
@@ -113,6 +115,8 @@ class ApiServers:
         self._server, self._loop = server, asyncio.get_running_loop()
         for process in self._processes:
             self._talk(process)
+        for _ in range(self._early_drains):
+            self.drain()
 
     async def gather(self) -> Counts:
         """What all API processes have counted."""
@@ -120,7 +124,9 @@ class ApiServers:
 
     def drain(self) -> None:
         """No new requests; the second call ends those that run. Called from any thread, or by a signal's handler."""
-        if self._loop is not None:
+        if self._loop is None:
+            self._early_drains += 1
+        else:
             self._loop.call_soon_threadsafe(self._drain)
 
     async def ended(self, seconds: float) -> None:

@@ -54,6 +54,9 @@ def main(descriptor: int, listener: int | None = None) -> None:
     except RankError as error:  # the front end starts another process, whose ranks are new
         _last_words(front_ends, str(error))
         sys.exit(1)
+    finally:
+        front_ends.close()
+        core.release()
 
 
 def _last_words(front_ends: FrontEnds, text: str) -> None:

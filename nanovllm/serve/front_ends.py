@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +24,7 @@ _BUFFER_BYTES = 8 << 20
 _MOST_BEHIND = 64 << 20
 _PATIENCE_SECONDS = 20.0
 _EXIT_SECONDS = 10.0
+_THREAD_SECONDS = 5.0
 
 
 class Outbox:
@@ -74,6 +75,11 @@ class Outbox:
             except OSError:
                 pass
 
+    def join(self, seconds: float) -> None:
+        """After `close`: wait for the thread that sends, at most for so long."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def _push(self, data: bytes | bytearray) -> int:
         """Returns: bytes that the socket took."""
         try:
@@ -114,11 +120,20 @@ class FrontEnds:
     Args:
         first: the socket of the first one.
         frames: what it sends after its configuration.
+        exit_seconds: how long the process may live when the first one has gone.
     """
 
-    def __init__(self, first: socket.socket, frames: Iterator[tuple[int, bytes]]) -> None:
+    def __init__(
+        self, first: socket.socket, frames: Iterator[tuple[int, bytes]], exit_seconds: float = _EXIT_SECONDS
+    ) -> None:
         self._frames = frames
+        self._exit_seconds = exit_seconds
         self._outboxes: dict[int, Outbox] = {0: Outbox(first)}
+        self._first = first
+        self._closed = False
+        self._threads: list[threading.Thread] = []
+        self._wake, self._woken = socket.socketpair()
+        """Closing the former ends the thread that accepts."""
 
     def send(self, kind: int, message: object) -> None:
         """To all of them, encoded once."""
@@ -129,9 +144,36 @@ class FrontEnds:
     def serve(self, core: EngineCore, listener: socket.socket | None) -> None:
         """Let the front ends reach `core`, in threads. listener: where further front ends connect; None: none do."""
         self.send(READY, core.info)
-        threading.Thread(target=self._receive_first, args=(core, listener), name="receive", daemon=True).start()
+        self._start("receive", self._receive_first, core, listener)
         if listener is not None:
-            threading.Thread(target=self._accept, args=(core, listener), name="accept", daemon=True).start()
+            self._start("accept", self._accept, core, listener)
+
+    def close(self, seconds: float = _THREAD_SECONDS) -> None:
+        """Close the connections and wait for the threads, at most for so long.
+
+        To be called before the process ends: a thread that is in C++ code while the interpreter ends, for example
+        since the last reference to a tensor goes there, aborts the process.
+        """
+        end = time.monotonic() + seconds
+        self._closed = True
+        self._wake.close()
+        with suppress(OSError):
+            self._first.shutdown(socket.SHUT_RD)  # what was sent may still be on its way
+        while self._threads:
+            thread = self._threads.pop()
+            for number, outbox in tuple(self._outboxes.items()):
+                if number:
+                    outbox.close()
+            thread.join(max(0.0, end - time.monotonic()))
+        self._outboxes[0].close()
+        for outbox in tuple(self._outboxes.values()):
+            outbox.join(max(0.0, end - time.monotonic()))
+
+    def _start(self, name: str, target: Callable[..., None], *args: object) -> None:
+        thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+        self._threads = [t for t in self._threads if t.is_alive()]
+        thread.start()
+        self._threads.append(thread)
 
     def flush(self, seconds: float) -> None:
         """Wait until they have what was sent, at most for so long each."""
@@ -140,21 +182,25 @@ class FrontEnds:
 
     def _receive_first(self, core: EngineCore, listener: socket.socket | None) -> None:
         _receive(self._frames, core)
-        if listener is not None and not self._outboxes[0].cut_off:  # it may have been killed: nobody else does this
+        cut_off = self._closed or self._outboxes[0].cut_off
+        if listener is not None and not cut_off:  # it may have been killed: nobody else does this
             path = Path(listener.getsockname())
             with suppress(OSError):
                 path.unlink()
                 path.parent.rmdir()
         core.close()
         # A step that never ends must not keep the GPU.
-        timer = threading.Timer(_EXIT_SECONDS, os._exit, (1,))
+        timer = threading.Timer(self._exit_seconds, os._exit, (1,))
         timer.daemon = True
         timer.start()
 
     def _accept(self, core: EngineCore, listener: socket.socket) -> None:
-        while True:
+        poll = select.poll()
+        for waited in (self._woken, listener):
+            poll.register(waited, select.POLLIN)
+        while not any(descriptor == self._woken.fileno() for descriptor, _ in poll.poll()):
             sock, _ = listener.accept()
-            threading.Thread(target=self._receive_further, args=(core, sock), name="receive", daemon=True).start()
+            self._start("receive", self._receive_further, core, sock)
 
     def _receive_further(self, core: EngineCore, sock: socket.socket) -> None:
         with sock:

@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -123,12 +124,14 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A further API process has none of its own."""
-        if self._siblings is not None and not self._siblings.leads:
-            yield
-        else:
-            with super().capture_signals():
-                yield
+        """Unlike uvicorn's, the handlers stay until `run` replaces them: a signal that comes after the last answer must
+        not leave the engine's process behind. A further API process has none of its own.
+        """
+        leads = self._siblings is None or self._siblings.leads
+        if leads and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.handle_exit)
+        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._impatient = self.should_exit
@@ -158,8 +161,15 @@ class Server(uvicorn.Server):
 
     def _end_now(self) -> None:
         """End the requests that run with an error, and soon after that everything else."""
-        self.service.engine.fail_all(EngineDeadError("the server was shut down before the request ended"))
-        asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 2, setattr, self, "force_exit", True)
+        error = EngineDeadError("the server was shut down before the request ended")
+        self.service.engine.fail_all(error, for_good=True)
+        asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 2, self._cut_off)
+
+    def _cut_off(self) -> None:
+        """Close the connections, so that handlers end by themselves. What then goes on is cancelled."""
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 4, setattr, self, "force_exit", True)
 
 
 def run(server: Server, sock: socket.socket, tracing: Tracing | None = None) -> None:

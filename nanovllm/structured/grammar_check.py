@@ -37,16 +37,21 @@ class GrammarChecker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._passed: OrderedDict[StructuredOutputs, None] = OrderedDict()
+        self._closed = False
 
     def check(self, spec: StructuredOutputs) -> None:
-        """Raise a ValueError unless the grammar compiles, a GrammarsBusyError if others take too long before it."""
+        """Raise a ValueError unless the grammar compiles, a GrammarsBusyError if others take too long before it, or
+        after `close`.
+        """
         if spec in self._passed:
             return
         require_llguidance()
         if not self._lock.acquire(timeout=self._seconds):
             raise GrammarsBusyError(f"{spec.called}: other grammars are being compiled; try again later")
         try:
-            error = self._ask(spec)
+            error = None if self._closed else self._ask(spec)
+            if self._closed:
+                raise GrammarsBusyError(f"{spec.called}: no grammar is compiled any more, since the engine ends")
             if error is not None:
                 raise ValueError(f"{spec.called}: {error}")
             self._passed[spec] = None
@@ -54,6 +59,12 @@ class GrammarChecker:
                 self._passed.popitem(last=False)
         finally:
             self._lock.release()
+
+    def close(self) -> None:
+        """End the check that runs, and those that wait: a program that ends would wait for their threads."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
 
     def _ask(self, spec: StructuredOutputs) -> str | None:
         """What is wrong; None: nothing."""

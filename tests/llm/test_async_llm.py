@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -294,6 +296,32 @@ def test_an_engine_is_freed_when_it_is_closed_and_deleted(path):
         assert model() is None
     finally:
         gc.enable()
+
+
+PROGRAM = """
+import asyncio, sys
+from nanovllm import AsyncLLM, SamplingParams
+
+engine = AsyncLLM(sys.argv[1], device="cpu", max_model_len=512, num_kvcache_blocks=256,
+                  kernel_priority={"decoder_step": ["native"]})
+
+async def main():
+    params = SamplingParams(max_tokens=450, ignore_eos=True, repetition_penalty=1.1)
+    streams = [engine.add([5] * 40, params) for _ in range(8)]
+    await streams[0].next()
+    await asyncio.sleep(0.05)
+
+asyncio.run(main())
+"""
+
+
+def test_a_program_that_leaves_its_engine_open_ends_without_an_abort(path):
+    """A thread that runs PyTorch while the interpreter ends aborts the process: half of these programs did."""
+    programs = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, str(path)], stderr=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    assert [(program.communicate()[1], program.returncode) for program in programs] == [("", 0)] * 4
 
 
 async def leave_a_request(engine):

@@ -3,6 +3,7 @@
 import json
 import socket
 import tempfile
+import threading
 import time
 
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from nanovllm.cli.serve import serve
 from nanovllm.cli.serve_options import ProcessOptions
 from nanovllm.config import EngineConfig
+from nanovllm.frontend.core_messages import EngineInfo
 from nanovllm.serve.counts import Counts, total
-from nanovllm.serve.front_ends import Outbox
+from nanovllm.serve.frames import HELLO, READY, STEP, frame, read_frames, read_one
+from nanovllm.serve.front_ends import FrontEnds, Outbox
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.process_client import ProcessClient
 from nanovllm.serve.server import Listener
+from tests.serve.running import wait_until
 
 
 def test_several_sockets_share_a_port_that_no_other_server_has():
@@ -91,6 +95,47 @@ def test_a_front_end_that_reads_nothing_is_cut_off():
     while data := theirs.recv(1 << 20):
         size += len(data)
     assert 0 < size < 30 << 20
+    ours.close(), theirs.close()
+
+
+class NoEngine:
+    """The calls that front ends make of an engine."""
+
+    info = EngineInfo("none", None, 10, 10, 1, 1, 1, 1, "none", None)
+
+    def close(self):
+        self.closed = True
+
+    def abort_front_end(self, number):
+        pass
+
+
+@pytest.mark.parametrize("gone", [True, False])
+def test_front_ends_leave_no_thread_behind(tmp_path, gone):
+    """Threads that run while the interpreter ends may abort the process."""
+    before = set(threading.enumerate())
+    ours, theirs = socket.socketpair()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "engine"))
+        listener.listen()
+        front_ends = FrontEnds(ours, read_frames(ours), exit_seconds=3600)
+        core = NoEngine()
+        front_ends.serve(core, listener)
+        assert read_one(theirs)[0] == READY
+        with socket.socket(socket.AF_UNIX) as further:
+            further.connect(str(tmp_path / "engine"))
+            further.sendall(frame(HELLO, 1))
+            assert read_one(further)[0] == READY
+            front_ends.send(STEP, b"x" * (32 << 20))  # more than the sockets take: threads send the rest
+            if gone:
+                theirs.close()
+                wait_until(lambda: hasattr(core, "closed"))
+            started = time.monotonic()
+            front_ends.close()
+            assert time.monotonic() - started < 2
+        left = set(threading.enumerate()) - before
+        assert not [thread for thread in left if not isinstance(thread, threading.Timer)]
+        assert gone is not (tmp_path / "engine").exists()  # it is for the next engine, unless nobody would start one
     ours.close(), theirs.close()
 
 
