@@ -57,14 +57,19 @@ class LlamaCppEngine:
         started = time.perf_counter()
         times: list[list[float]] = [[] for _ in items]
         last = [0] * len(items)
-        for seq, item in enumerate(items):
-            for first in range(0, len(item.prompt), _BATCH):
-                part = item.prompt[first : first + _BATCH]
-                self._decode(context, [(token, first + i, seq) for i, token in enumerate(part)])
-            last[seq] = lib.llama_sampler_sample(sampler, context, -1)
-            times[seq].append(time.perf_counter() - started)
+        prompts = [(token, i, seq) for seq, item in enumerate(items) for i, token in enumerate(item.prompt)]
+        for first in range(0, len(prompts), _BATCH):
+            batch = prompts[first : first + _BATCH]
+            ends = [row for row, (_, i, seq) in enumerate(batch) if i == len(items[seq].prompt) - 1]
+            self._decode(context, batch, ends)
+            for row in ends:
+                last[batch[row][2]] = lib.llama_sampler_sample(sampler, context, row)
+            now = time.perf_counter() - started
+            for row in ends:
+                times[batch[row][2]].append(now)
         while running := [i for i, item in enumerate(items) if len(times[i]) < item.num_output]:
-            self._decode(context, [(last[i], len(items[i].prompt) + len(times[i]) - 1, i) for i in running], True)
+            batch = [(last[i], len(items[i].prompt) + len(times[i]) - 1, i) for i in running]
+            self._decode(context, batch, range(len(batch)))
             for row, i in enumerate(running):
                 last[i] = lib.llama_sampler_sample(sampler, context, row)
             now = time.perf_counter() - started
@@ -74,14 +79,14 @@ class LlamaCppEngine:
         lib.llama_sampler_free(sampler)
         return Run(seconds, [RequestTimes(t[0], t[-1], len(t), gaps(t)) for t in times])
 
-    def _decode(self, context: Any, tokens: Sequence[tuple[int, int, int]], every_row: bool = False) -> None:
-        """Compute (token, position, sequence). The logits of the last, or of all, are wanted."""
+    def _decode(self, context: Any, tokens: Sequence[tuple[int, int, int]], wanted: Sequence[int]) -> None:
+        """Compute (token, position, sequence). wanted: rows whose logits are wanted."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for i, (token, position, seq) in enumerate(tokens):
             batch.token[i], batch.pos[i] = token, position
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
-            batch.logits[i] = every_row or i == len(tokens) - 1
+            batch.logits[i] = i in wanted
         if lib.llama_decode(context, batch):
             raise EngineError(f"llama.cpp cannot compute a batch of {len(tokens)} tokens")
 
