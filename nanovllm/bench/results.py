@@ -115,7 +115,12 @@ _SHARED = ("enforce_eager", "gpu_memory_utilization", "max_num_seqs", "max_num_b
 def settings(run: Record, row: Row) -> str:
     """What a row was measured with other than the usual, "kernels rms_norm=native, enforce_eager"; "" if nothing."""
     given = {name: run.arguments.get(name) for name in _SHARED}
+    top_p, flags = run.arguments.get("top_p"), (row.about.get("flags") or "").split()
+    given["greedy"], given["top_p"] = run.arguments.get("temperature") == 0, None if top_p == 1 else top_p
+    given["no AVX-512"] = "AVX2" in flags and not any(flag.startswith("AVX512") for flag in flags)
     if row.engine == "nanovllm":
+        given["compiled for"] = row.about.get("compiled_for")
+        given["activations"] = run.arguments.get("cpu_activations") == "int8" and "int8"
         choices = (run.arguments.get("kernels") or "").split(";")
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
         for name in ("activation_quantization", "capture_prefill"):  # on if they can be

@@ -139,9 +139,13 @@ def test_only_the_same_thing_is_compared(tmp_path):
         assert results.check(record(row(10.0, **other)), tmp_path) == []
 
 
-def in_dtype(made, dtype):
-    made.about = {**made.about, "dtype": dtype}
+def with_facts(made, **facts):
+    made.about = {**made.about, **facts}
     return made
+
+
+def in_dtype(made, dtype):
+    return with_facts(made, dtype=dtype)
 
 
 OTHERS = [
@@ -154,6 +158,10 @@ OTHERS = [
     (record(row(20.0), piggyback_prefill=False), "no piggyback_prefill"),
     (record(row(20.0), piggyback_prefill=True), "piggyback_prefill"),
     (record(row(20.0), max_num_seqs=4), "max_num_seqs 4"),
+    (record(row(20.0), temperature=0.0), "greedy"),
+    (record(row(20.0), temperature=0.8, top_p=0.95), "top_p 0.95"),
+    (record(row(20.0), cpu_activations="int8"), "activations int8"),
+    (record(with_facts(row(20.0), compiled_for="x86-64-v3")), "compiled for x86-64-v3"),
 ]
 
 
@@ -183,6 +191,19 @@ def test_what_says_nothing_of_the_configuration_does_not_part_it(tmp_path):
     results.keep(record(row(10.0, engine="vllm", variant=""), kernels="a=x"), tmp_path)
     results.keep(record(row(20.0, engine="vllm", variant="")), tmp_path)
     assert "+100.0%" in result_tables.history_lines(path)[7]
+    results.keep(record(row(40.0, engine="vllm", variant=""), cpu_activations="int8", top_p=1.0), tmp_path)
+    assert "+100.0%" in result_tables.history_lines(path)[8]
+
+
+def test_a_peer_that_was_compiled_without_a_processors_instructions_is_another_configuration(tmp_path):
+    def peer(rate, flags):
+        return record(with_facts(row(rate, engine="llama.cpp", variant=""), flags=flags))
+
+    results.keep(peer(40.0, "AVX AVX2 AVX512 AVX512_VNNI"), tmp_path)
+    (path,) = results.keep(peer(10.0, "AVX AVX2 FMA"), tmp_path)
+    results.keep(peer(44.0, "AVX AVX2 AVX512 AVX512_VNNI"), tmp_path)
+    with_avx512, again, without = result_tables.history_lines(path)[3:4] + result_tables.history_lines(path)[4:6]
+    assert "+10.0%" in again and "no AVX-512" in without and "no AVX-512" not in with_avx512
 
 
 def test_peers_may_have_been_kept_by_other_runs(tmp_path):

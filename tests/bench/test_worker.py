@@ -191,7 +191,8 @@ def test_weights_count_as_many_bytes_as_are_read(read, quantised):
 
 @pytest.mark.parametrize("quant, nbytes", [("Q8_0", 34 / 32), ("Q4_1", 20 / 32), ("F16", 2), ("F32", None)])
 def test_packed_weights_on_a_cpu_count_their_packed_bytes(tmp_path, monkeypatch, quant, nbytes):
-    monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)
+    for name in ("NANOVLLM_KERNELS", "NANOVLLM_CPU_ARCH"):
+        monkeypatch.delenv(name, raising=False)
     pytest.importorskip("gguf")
     if (reason := cpu_support(torch.device("cpu"))) is not None:
         pytest.skip(reason)
@@ -202,5 +203,9 @@ def test_packed_weights_on_a_cpu_count_their_packed_bytes(tmp_path, monkeypatch,
     job = dataclasses.replace(
         JOB, model=str(path), max_model_len=64, options={"device": "cpu", "num_kvcache_blocks": 8, "dtype": "float32"}
     )
-    found = NanovllmEngine(job, LLM).bytes_of_a_weight
+    engine = NanovllmEngine(job, LLM)
+    found = engine.bytes_of_a_weight
     assert found is nbytes is None or found == pytest.approx(nbytes)
+    assert "compiled_for" not in engine.about()
+    monkeypatch.setenv("NANOVLLM_CPU_ARCH", "x86-64-v3")  # too late for this engine: only its name is of interest here
+    assert engine.about()["compiled_for"] == "x86-64-v3"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,7 +39,11 @@ class NanovllmEngine:
         except PackageNotFoundError:
             number = "source"
         name, _, dtype = self.llm.device_name.rpartition(", ")
-        return {"version": number, "device": name, "dtype": dtype, "kernels": dict(self.llm.kernels.providers)}
+        providers = dict(self.llm.kernels.providers)
+        about = {"version": number, "device": name, "dtype": dtype, "kernels": providers}
+        if (arch := os.environ.get("NANOVLLM_CPU_ARCH", "native")) != "native" and "cpu" in providers.values():
+            about["compiled_for"] = arch
+        return about
 
     @property
     def bytes_of_a_weight(self) -> float | None:
