@@ -122,8 +122,10 @@ def find_ninja() -> str | None:
 
 
 def sources(folder: Path = SOURCES) -> dict[str, bytes]:
-    """Everything that is compiled or included for the library of a folder, by file name."""
-    return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".cu", ".cuh", ".cpp")}
+    """Everything that is compiled or included for the library of a folder, by path from there."""
+    files = {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.suffix in (".cu", ".cuh", ".cpp")}
+    included = {name.decode() for text in files.values() for name in re.findall(rb'#include "(\.\./[^"]+)"', text)}
+    return files | {name: (folder / name).read_bytes() for name in sorted(included)}
 
 
 def arch_flag(capability: tuple[int, int], known: list[str] | None = None) -> str:

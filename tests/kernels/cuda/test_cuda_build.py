@@ -18,6 +18,14 @@ FOLDER = Path(build.__file__).parent
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory):
+    """Builds of this file go to a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
+
+
 def tool(folder, name, text="exit 0"):
     path = folder / "bin" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -128,6 +136,17 @@ def test_the_name_changes_with_everything_that_matters(monkeypatch):
     names.add(build.library_name(HOPPER, files))
     names.add(build.library_name(HOPPER, files, ("-O0",)))
     assert len(names) == 9
+
+
+def test_a_header_that_two_folders_include_is_in_the_names_of_both_libraries(tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "kernel.cu").write_text('#include "../shared.cuh"\n')
+    for text in ("a", "b"):
+        (tmp_path / "shared.cuh").write_text(text)
+        for folder in ("one", "two"):
+            assert build.sources(tmp_path / folder)["../shared.cuh"] == text.encode()
+    assert all("../mbarrier.cuh" in build.sources(FOLDER / folder) for folder in ("fp8", "packed"))
 
 
 def test_architecture():

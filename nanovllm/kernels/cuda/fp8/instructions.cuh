@@ -7,6 +7,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "../mbarrier.cuh"
+
 namespace nanovllm::fp8 {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
@@ -30,18 +32,6 @@ __device__ __forceinline__ float4 load_shared_floats(uint32_t at) {
   float4 v;
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(at) : "memory");
   return v;
-}
-__device__ __forceinline__ void init_barrier(uint32_t at, uint32_t count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive(uint32_t at) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [%0]; }" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void wait_for(uint32_t at, uint32_t parity) {
-  asm volatile(
-      "{\n .reg .pred done;\n"
-      "again:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @done bra.uni over;\n bra.uni again;\n over:\n}"
-      ::"r"(at), "r"(parity) : "memory");
 }
 __device__ __forceinline__ float load_constant(const float* p) {
   float v;

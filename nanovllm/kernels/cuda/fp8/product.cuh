@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
   for (int s = 0; s < STAGES; ++s) issue(ring + s * STAGE);
   launch_dependents();
   if (threadIdx.x < BUFFERS) {
-    init_barrier(full + threadIdx.x * 8, warps);
-    init_barrier(empty + threadIdx.x * 8, 1);
+    barrier_init(full + threadIdx.x * 8, warps);
+    barrier_init(empty + threadIdx.x * 8, 1);
   }
   __syncthreads();
   wait_for_dependencies();
@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
         }
       }
       const int buffer = n % BUFFERS;
-      if (n >= BUFFERS) wait_for(empty + buffer * 8, (n / BUFFERS - 1) & 1);
+      if (n >= BUFFERS) barrier_wait(empty + buffer * 8, (n / BUFFERS - 1) & 1);
 #pragma unroll
       for (int o = 0; o < OCTETS; ++o) {
         float v[4];
@@ -253,12 +253,12 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
         store_shared(sums + ((buffer * warps + chunk) * OCTETS + o) * WARP_SUMS + lane * 16, v[0], v[1], v[2], v[3]);
       }
       __syncwarp();
-      if (lane == 0) arrive(full + buffer * 8);
+      if (lane == 0) barrier_arrive(full + buffer * 8);
     }
     if (adds) {
       next_added += warps;
       const int buffer = (n - 1) % BUFFERS;
-      wait_for(full + buffer * 8, (n - 1) / BUFFERS & 1);
+      barrier_wait(full + buffer * 8, (n - 1) / BUFFERS & 1);
       const uint32_t from = sums + buffer * warps * OCTETS * WARP_SUMS + lane * 16;
       float v[OCTETS][4] = {};  // of tokens 2t and 2t + 1: row g, row g; row g + 8, row g + 8
 #pragma unroll 4
@@ -270,7 +270,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
         }
       }
       __syncwarp();
-      if (lane == 0) arrive(empty + buffer * 8);
+      if (lane == 0) barrier_arrive(empty + buffer * 8);
 #pragma unroll
       for (int i = 0; i < 2 * OCTETS; ++i) {
         const int e = i & 1, token = (i >> 1) * OCTET + 2 * t + e;

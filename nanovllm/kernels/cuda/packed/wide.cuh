@@ -12,6 +12,7 @@
 // front has ended.
 #pragma once
 
+#include "../mbarrier.cuh"
 #include "ring.cuh"
 
 namespace nanovllm::packed {
@@ -56,18 +57,6 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low) {  // of x: groups 
   uint64_t d;
   asm("mov.b64 %0, {%1, 8};" : "=l"(d) : "r"(low));
   return d;
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t at, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(uint32_t at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(uint32_t at, uint32_t parity) {
-  asm volatile(
-      "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra again; }" ::"r"(at), "r"(parity)
-      : "memory");
 }
 
 // As SCALE_FACTOR and SCALED_UNIT, with room for scales of bfloat16 up to 2^42.
