@@ -1,7 +1,7 @@
 # make example    read text that a real model wrote, with or without a GPU
 # make test       the tests that guard a change; PYTEST_ARGS="-k gguf" narrows them
 # make test-all   every test: also emulated PTX, long simulations, the proofs
-# make test-gpu   every test that needs a GPU, four at a time
+# make test-gpu   every test that runs on a GPU, in a process a core, then one summary; PYTEST_ARGS="--seconds 500"
 # make check      format, lint, types, the length of pages and sentences, links
 # make docs       the documentation as a site in build/docs, which opens from the disk
 # make wheel      a wheel with compiled C++ kernels, for this machine's kind; CXX=aarch64-linux-gnu-g++ for arm64
@@ -24,7 +24,6 @@ WANT_CPU_TORCH := $(if $(TORCH)$(HAS_GPU)$(filter Darwin,$(shell uname)),,yes)
 # Two processes with a thread each; a test file stays in one of them, since its fixtures are costly.
 PYTEST_ARGS ?=
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
-GPU_PARALLEL ?= -n 4
 test test-rest test-all: export OMP_NUM_THREADS := 1
 test test-rest test-all: export CUDA_VISIBLE_DEVICES :=
 # Python keeps compiled modules. Where the environment forbids that, each process of a test compiles them anew: to
@@ -58,7 +57,7 @@ test-all: $(VENV)/.installed-demo,test
 
 test-gpu: $(VENV)/.installed-demo,test
 	$(FETCH_MODEL)
-	$(BIN)/python -m pytest $(GPU_PARALLEL) -m gpu $(PYTEST_ARGS)
+	$(BIN)/python -m tests.gpu_run $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-demo,test,check
 	$(BIN)/ruff format --check .

@@ -54,10 +54,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
+def the_same_draws(request: pytest.FixtureRequest) -> None:
+    """In every run, for whatever a test of kernels draws without a seed of its own: bounds on errors are tight."""
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("triton"):
+        import torch
+
+        torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def gpu_memory_goes_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """PyTorch keeps freed memory for its own process, and the GPU tests of several processes share one GPU."""
     yield
-    if request.node.get_closest_marker("gpu"):
+    if any(request.node.get_closest_marker(name) for name in ("gpu", "any_device")):
         import torch
 
         if torch.cuda.is_available():

@@ -122,6 +122,7 @@ def test_ctrl_c_writes_what_was_measured(tiny_qwen3, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_shares_of_the_limit_stay_below_all_of_it_on_a_gpu(tmp_path):
     memory = str(memory_utilization(0.2))
     given = "--preset qwen3-0.6b --workload bs1,bs128,prefill --repeat 1 --gpu-memory-utilization"

@@ -176,6 +176,7 @@ def on_gpu(tmp_path_factory, request):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_viewers_can_draw_the_trace_of_a_gpu(on_gpu):
     events = json.loads(on_gpu[2].read_text())["traceEvents"]
     assert bad_nesting(events) == []
@@ -186,12 +187,14 @@ def test_viewers_can_draw_the_trace_of_a_gpu(on_gpu):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
     read = check(on_gpu[2])
     assert Counter(s.name for s in read.slices)["layer 0"] >= 7 and len(read.arrows) > 100
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_times_of_a_gpu_add_up_and_none_beats_the_limit(on_gpu):
     (as_run, named), traces, _ = on_gpu
     p = summarize(*traces, as_run, named["costs"], rates(torch.device("cuda"), refresh=True), LOAD, "qwen3-0.6b")

@@ -196,6 +196,7 @@ def test_launches_compute_what_they_should():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_timing_on_a_gpu(tmp_path, monkeypatch):
     triton = pytest.importorskip("triton")
     from nanovllm.hardware.gpu_presets import this_device

@@ -11,7 +11,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from tests import tiny
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus]
 
 MODEL = dict(
     num_attention_heads=8, num_key_value_heads=1, head_dim=64, hidden_size=256, intermediate_size=512, vocab_size=517,

@@ -6,8 +6,8 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from tests import tiny
+from tests.devices import DEVICE
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BLOCK = 16
 VOCAB = len(tiny.tokenizer())
 

@@ -21,6 +21,8 @@ from tests.engine.simulated_engine import assert_clean, drain
 from tests.engine.small_engine import generate, random_prompts
 from tests.providers import registered
 
+pytestmark = pytest.mark.any_device
+
 make = partial(small_engine.make, num_kvcache_blocks=24, max_num_seqs=6, enforce_eager=True, skip_tokenizer_init=False)
 PROMPTS = random_prompts([1, 5, 16, 17, 40, 70, 33, 2])
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -6,13 +6,14 @@ Runs on the GPU, with CUDA graphs and without, where there is one; else on the C
 import random
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
 from tests import tiny
+from tests.devices import DEVICE
 from tests.engine.small_engine import check_logits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.any_device
+
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LLAMA3_ROPE = {

@@ -14,6 +14,8 @@ from tests.engine.simulated_engine import Broken, assert_clean, drain, simulated
 from tests.engine.simulation import DOCUMENTS, expected_output
 from tests.engine.small_engine import generate, random_prompts
 
+pytestmark = pytest.mark.any_device
+
 make = partial(small_engine.make, num_kvcache_blocks=24, max_num_seqs=6, enforce_eager=True)
 
 # ------------------------------------------------------------------------------------------------ a simulated device

@@ -8,10 +8,10 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.engine.logprobs import LogprobsTensors, compute_logprobs
 from tests import tiny
+from tests.devices import DEVICES
 from tests.engine.small_engine import generate, make, random_prompts
 
 VOCAB = 40
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 @pytest.fixture(params=DEVICES)

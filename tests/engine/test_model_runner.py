@@ -21,6 +21,8 @@ from nanovllm.engine.model_setup import run_largest_steps
 from nanovllm.hardware import devices
 from tests.engine import small_engine
 
+pytestmark = pytest.mark.any_device
+
 make = partial(small_engine.make, max_model_len=700, max_num_seqs=20, max_num_batched_tokens=None)
 
 
@@ -100,6 +102,7 @@ def test_an_engine_is_freed_when_it_is_deleted(directory, policy):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_second_engine_starts_in_the_same_process(directory):
     """Each takes 60 % of the GPU's memory."""
     for _ in range(2):
@@ -165,6 +168,7 @@ def test_on_device_makes_the_gpu_current_and_puts_back_what_was():
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_engines_on_two_gpus_give_the_tokens_of_each_alone(directory):
     """Their steps in turns from one thread, with a wrong GPU current, and each from a thread of its own."""

@@ -11,9 +11,9 @@ from nanovllm.engine.logprobs import compute_logprobs
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.kernels.ops.sample import sample
 from nanovllm.sampling_params import SamplingParams
+from tests.devices import DEVICES
 
 VOCAB = 40
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -249,7 +249,7 @@ def test_logprobs_are_of_the_raw_logits(device):
 # ------------------------------------------------------------------------------------------------ on the device
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_step_never_waits_for_the_device_and_can_be_captured():
     params = [
         SamplingParams(temperature=0.8, top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=5),

@@ -194,7 +194,7 @@ def test_a_host_is_measured():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.alone
 def test_measure_on_a_gpu(tmp_path, monkeypatch):
     """Every way gives the same results anywhere; times mean something only where nothing else runs on the device."""
     from nanovllm.hardware.gpu_presets import this_device

@@ -154,6 +154,7 @@ def test_a_ring_visits_every_line_once():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_measured_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
     shared = gpu_is_shared()

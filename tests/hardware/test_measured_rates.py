@@ -140,6 +140,7 @@ def test_measured_on_this_machine():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_measured_on_a_gpu():
     """Bounds from the data sheet hold whoever else uses the GPU, if others take at most 7/8 of it; ratios only
     without others.

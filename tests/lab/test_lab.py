@@ -35,7 +35,7 @@ def one(name, way):
 def test_torch_ways_are_right(name):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for way in ("plain", "torch"):
-            found = check(lesson(name), one(name, way), CPU, dtype, seed=torch.seed() % 2**31)
+            found = check(lesson(name), one(name, way), CPU, dtype, seed=0)
             assert found.cases == len(SHAPES) and not found.failures and found.error <= 1, (dtype, way)
 
 
@@ -44,7 +44,7 @@ def test_torch_ways_are_right(name):
 def test_triton_is_right_in_the_interpreter(name):
     pytest.importorskip("triton")
     dtype = torch.float16 if name in ("matmul", "gelu") else torch.float32
-    found = check_interpreted(lesson(name), dtype, seed=torch.seed() % 2**31)
+    found = check_interpreted(lesson(name), dtype, seed=0)
     assert found.cases == len(SHAPES) and not found.failures and found.how == "interpreter"
 
 
@@ -223,11 +223,12 @@ def test_all_ways_on_a_gpu(name, way):
         (candidate,) = ways(lesson(name), device, dtype, [way])
         if candidate.reason is not None:
             pytest.skip(candidate.reason)
-        found = check(lesson(name), candidate, device, dtype, seed=torch.seed() % 2**31)
+        found = check(lesson(name), candidate, device, dtype, seed=0)
         assert found.cases and not found.failures, found
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_names_its_kernels(fixed_rates):
     device = torch.device("cuda", torch.cuda.current_device())
     result = run(lesson("gelu"), device, sizes=[1024], names=["plain", "triton"])

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from nanovllm.layers.compare_mlp import compare_mlp
 from nanovllm.layers.custom_mlp import CustomGatedMLP
+from tests.devices import DEVICES
 from tests.providers import registered
-
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)

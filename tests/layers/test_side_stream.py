@@ -57,6 +57,7 @@ def branches(x, out, cycles=3_000_000):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_branches_wait_for_what_was_before_and_are_waited_for():
     device = torch.device("cuda", torch.cuda.current_device())
     x, out = torch.zeros(1000, device=device), torch.zeros(2, 1000, device=device)

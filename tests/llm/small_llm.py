@@ -5,9 +5,9 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from tests import tiny
+from tests.devices import DEVICE
 from tests.providers import registered
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_LEN = 128
 TOKENIZER = tiny.tokenizer()
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

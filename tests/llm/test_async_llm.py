@@ -17,6 +17,8 @@ from nanovllm.frontend.core_messages import StartRequest
 from nanovllm.frontend.engine_client import ThreadClient
 from tests import tiny
 
+pytestmark = pytest.mark.any_device
+
 SIZES = dict(max_model_len=128, max_num_seqs=8, num_kvcache_blocks=64, kvcache_block_size=16, seed=0)
 PROMPTS = ["hello there", "one two three four", "abc", "the quick brown fox"]
 

@@ -6,6 +6,8 @@ import torch
 from nanovllm import SamplingParams
 from tests.llm.small_llm import GREEDY, MAX_LEN, MESSAGES, PROMPTS, TOKENIZER, greedy_text, make
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.fixture(scope="module")
 def shared(directory):

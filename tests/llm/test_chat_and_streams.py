@@ -8,6 +8,8 @@ from nanovllm import SamplingParams
 from tests import tiny
 from tests.llm.small_llm import GREEDY, MESSAGES, PROMPTS, TOKENIZER, greedy_text, make, saying
 
+pytestmark = pytest.mark.any_device
+
 
 def test_chat_goes_through_the_template(llm, reference):
     text = "<|user|>hi<|end|><|assistant|>"

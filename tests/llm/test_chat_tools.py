@@ -8,6 +8,8 @@ from nanovllm import SamplingParams
 from nanovllm.chat import AnswerPlan, ToolPlan, parse
 from tests.llm.small_llm import MESSAGES, make
 
+pytestmark = pytest.mark.any_device
+
 QWEN = """\
 {%- if tools %}{{ '<|im_start|>system\n# Tools\n<tools>' }}
 {%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}

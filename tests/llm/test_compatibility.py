@@ -23,6 +23,8 @@ from tests.llm.small_llm import (
 )
 from tests.providers import registered
 
+pytestmark = pytest.mark.any_device
+
 PROMPT = "<|user|>hi<|end|><|assistant|>"
 
 

@@ -9,6 +9,8 @@ from nanovllm import SamplingParams
 from tests import tiny
 from tests.llm.small_llm import GREEDY, MAX_LEN, TOKENIZER, greedy_text, make, saying
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.fixture(scope="module")
 def varied(reference):

@@ -10,6 +10,8 @@ import torch
 from nanovllm import SamplingParams
 from tests.llm.small_llm import GREEDY, PROMPTS, TOKENIZER, greedy_text, make
 
+pytestmark = pytest.mark.any_device
+
 
 def test_every_form_of_a_prompt(llm, reference):
     ids = [TOKENIZER.encode(p) for p in PROMPTS]

@@ -11,6 +11,8 @@ from tests import tiny
 from tests.engine.fast.replayed import lengths_on_the_device
 from tests.llm.small_llm import GREEDY, MAX_LEN, MESSAGES, TOKENIZER, assert_clean, make, refused
 
+pytestmark = pytest.mark.any_device
+
 
 @pytest.mark.parametrize(
     "device, words", [("tpu", ["device='tpu'"]), ("cuda:77", ["device='cuda:77'", "CUDA device"]), ("", ["device=''"])]

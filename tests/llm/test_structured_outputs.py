@@ -8,6 +8,8 @@ import pytest
 from nanovllm import SamplingParams
 from tests.llm.small_llm import GREEDY, MESSAGES, PROMPTS, greedy_text
 
+pytestmark = pytest.mark.any_device
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yy"]}},

@@ -7,9 +7,11 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.weights import gguf
 from tests import tiny
+from tests.devices import DEVICE
 from tests.engine.small_engine import check_logits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.any_device
+
 NUM_TOKENS, LENGTHS, NUM_BLOCKS, MAX_LEN = 64, [1, 2, 8, 16, 17, 31, 32, 100, 255, 256, 400, 700, 1500], 110, 1600
 if DEVICE == "cpu":
     NUM_TOKENS, LENGTHS, NUM_BLOCKS, MAX_LEN = 8, [1, 16, 17, 64, 150, 256], 24, 300

@@ -41,6 +41,7 @@ def one(op, *shapes, model, dtype=BF16):
     return job
 
 
+@pytest.mark.alone
 def test_a_search_finds_writes_and_is_used(gpu, tmp_path):
     device, model = gpu
     job = one("rms_norm", (64, 1024), model=model)
@@ -54,13 +55,23 @@ def test_a_search_finds_writes_and_is_used(gpu, tmp_path):
     assert len(data) == 1 and math.isclose(data[0]["us"], 1e6 * found.ranking[best], rel_tol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "op, shape",
-    [("silu_and_mul", (64, 3072)), ("linear_bias_act", (256, 1024, 4096)), ("gated_mlp", (16, 1024, 3072)),
-     ("linear", (1, 40000, 1024)), ("add_rms_norm_gate_up", (8, 3072, 1024)),
-     ("attention_decode", (8, 512, 512, 16, 8, 128, 256)),
-     ("attention_prefill", (2, 700, 700, 0, 16, 8, 128, 256)), ("qk_norm_rope", (8, 16, 8, 128))],
-)  # fmt: skip
+SHAPES = [
+    ("silu_and_mul", (64, 3072)), ("linear_bias_act", (256, 1024, 4096)), ("gated_mlp", (16, 1024, 3072)),
+    ("linear", (1, 40000, 1024)), ("add_rms_norm_gate_up", (8, 3072, 1024)),
+    ("attention_decode", (8, 512, 512, 16, 8, 128, 256)),
+    ("attention_prefill", (2, 700, 700, 0, 16, 8, 128, 256)), ("qk_norm_rope", (8, 16, 8, 128)),
+]  # fmt: skip
+HOPPER_SHAPES = [
+    ("linear", (8, 4096, 1024)), ("linear", (100, 6144, 4096)), ("linear_silu_and_mul", (32, 3072, 1024)),
+    ("linear_silu_and_mul", (128, 12288, 4096)), ("linear_add_rms_norm", (1, 1024, 3072)),
+    ("linear_add_rms_norm", (64, 4096, 12288)), ("linear_add_rms_norm", (200, 1024, 2048)),
+    *((op, shape) for op in ("attention_decode", "qk_norm_rope_attention")
+      for shape in ((1, 2048, 2048, 16, 8, 128, 256), (64, 512, 512, 9, 3, 64, 64))),
+]  # fmt: skip
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("op, shape", SHAPES + HOPPER_SHAPES, ids=str)
 def test_every_kind_of_kernel_asks_for_its_key_and_the_built_in_choice_is_right(gpu, op, shape):
     """The key that is worked out without running the kernel is the one that it asks for: `measure` checks it."""
     device, model = gpu
@@ -72,17 +83,8 @@ def test_every_kind_of_kernel_asks_for_its_key_and_the_built_in_choice_is_right(
     timer.verify(job.builtin)
 
 
-HOPPER_SHAPES = [
-    ("linear", (8, 4096, 1024)), ("linear", (100, 6144, 4096)), ("linear_silu_and_mul", (32, 3072, 1024)),
-    ("linear_silu_and_mul", (128, 12288, 4096)), ("linear_add_rms_norm", (1, 1024, 3072)),
-    ("linear_add_rms_norm", (64, 4096, 12288)), ("linear_add_rms_norm", (200, 1024, 2048)),
-    *((op, shape) for op in ("attention_decode", "qk_norm_rope_attention")
-      for shape in ((1, 2048, 2048, 16, 8, 128, 256), (64, 512, 512, 9, 3, 64, 64))),
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("op, shape", HOPPER_SHAPES, ids=str)
-def test_kernels_for_hopper_ask_for_their_key_and_what_is_tried_is_right(gpu, op, shape):
+def test_what_is_tried_of_kernels_for_hopper_is_right(gpu, op, shape):
     """Plans at the edges of the space of products, and some between, compile, fit as computed and are right."""
     device, model = gpu
     if model.capability != 90:
@@ -90,8 +92,6 @@ def test_kernels_for_hopper_ask_for_their_key_and_what_is_tried_is_right(gpu, op
     job = one(op, shape, model=model)
     assert job.tunable in (tunables.HOPPER_PRODUCT, tunables.ATTENTION_DECODE_HOPPER)
     timer = JobTimer(job, device)
-    times = [timer.measure(job.builtin, 10), timer.measure(None, 10)]  # None: as the kernel chooses
-    assert max(times) < 1.3 * min(times)
     plans, edges = candidates(job.tunable, job.key, job.builtin, model).plans, []
     if job.tunable is tunables.HOPPER_PRODUCT:
         values = [
@@ -118,6 +118,7 @@ def test_what_does_not_fit_or_does_not_compile_is_skipped_with_its_reason(gpu):
     assert timer.measure(job.builtin, 3) > 0  # the device is none the worse for it
 
 
+@pytest.mark.alone
 def test_a_time_is_of_a_cold_cache(gpu):
     """Reading and writing cannot be faster than device memory allows: the inputs of a call are not in the L2 cache."""
     device, model = gpu

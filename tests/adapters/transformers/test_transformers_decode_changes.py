@@ -292,6 +292,7 @@ def test_a_gpu_that_is_not_the_current_one(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.several_gpus
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_model_on_the_second_gpu():
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

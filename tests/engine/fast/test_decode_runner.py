@@ -17,6 +17,8 @@ from tests.engine import small_engine
 from tests.engine.fast.replayed import BACKEND, lengths_on_the_device, watch_replays
 from tests.engine.small_engine import DEVICE, generate, random_prompts
 
+pytestmark = pytest.mark.any_device
+
 make = partial(small_engine.make, num_kvcache_blocks=64)
 
 CAPTURED = FastPolicy(graph_backend=BACKEND, capture_sampling=True, prefill_graphs=DEVICE == "cuda")

@@ -12,11 +12,11 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep, StepKind
 from nanovllm.layers.attention import LayerCache
 from nanovllm.sampling_params import SamplingParams
+from tests.devices import DEVICES
 from tests.engine.simulation import Device, Simulation, random_load
 
 MAX_SEQS = 6
 PADDING = 99
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 def paged_model(device="cpu", max_blocks=8, block_size=4, max_num_seqs=MAX_SEQS):

@@ -18,6 +18,8 @@ from tests.engine.fast.replayed import BACKEND, ReplayedFunctions, lengths_on_th
 from tests.engine.fast.test_decode_state import paged_model
 from tests.engine.small_engine import DEVICE, VOCAB, random_prompts
 
+pytestmark = pytest.mark.any_device
+
 USUAL = FastPolicy()
 SMALL = FastPolicy(prefill_sizes=(4, 8, 24, 40, 100))
 LENGTHS = [1, 2, 15, 16, 17, 31, 48, 90, 3, 64, 5, 33]

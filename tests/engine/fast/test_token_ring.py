@@ -7,8 +7,7 @@ from nanovllm.engine.fast.decode_state import advance_rows
 from nanovllm.engine.fast.token_ring import DEPTH, TokenRing
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.engine.step_result import StepResult
-
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+from tests.devices import DEVICES
 
 
 def advance_on(device):

@@ -6,14 +6,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module")
-def own_cache(tmp_path_factory):
-    """Builds of this file go to a folder of their own, so the first call compiles."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
-        yield
-
-
 @pytest.fixture
 def device(request):
     """The GPU, if the kernels of the test's module run there: `SUPPORT` says why not."""

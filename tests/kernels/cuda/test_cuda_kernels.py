@@ -21,7 +21,6 @@ RELATIVE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 1e-3}
 TINY = {torch.float32: 1e-20, torch.bfloat16: 1e-30, torch.float16: 1e-6}
 FOLDER = Path(build.__file__).parent
 SUPPORT = cuda.cuda_support
-pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def phi_tail(x):

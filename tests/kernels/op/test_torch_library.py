@@ -13,6 +13,8 @@ from nanovllm import kernels
 from nanovllm.kernels import Provider, all_ops
 from nanovllm.kernels.testing.verify import Case
 
+pytestmark = pytest.mark.any_device
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 EAGER = dict(fullgraph=True, backend="aot_eager")
 

@@ -5,8 +5,6 @@ import math
 import numpy as np
 import torch
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-
 
 def tensors(rows, top_k=None, top_p=None, min_p=None, temperature=1.0, seeds=0, positions=0, device="cpu"):
     """Arguments of `sample` after the logits, from scalars (the same in every row) or sequences."""

@@ -5,6 +5,8 @@ import torch
 
 from nanovllm.kernels import attention_dense
 
+pytestmark = pytest.mark.any_device
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Left, right, in the middle, none, and of prompts of which the queries are the last tokens.
 MASKS = [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]

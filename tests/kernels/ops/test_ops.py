@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.model_config import RopeConfig
+from tests.devices import DEVICES
 from tests.native import NATIVE
 
 ATTENTION = importlib.import_module("nanovllm.kernels.ops.attention")
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of a value of about 1, after a few roundings in the dtype.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.ops.sample import BLOCK, BLOCK_COUNTERS, exponentials, philox, uniform
-from tests.kernels.ops.sampling import DEVICES
+from tests.devices import DEVICES
 
 
 @pytest.mark.parametrize(

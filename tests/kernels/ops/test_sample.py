@@ -16,7 +16,8 @@ from nanovllm.kernels.ops.sample import (
     rows_per_chunk,
     sample,
 )
-from tests.kernels.ops.sampling import DEVICES, chi_square_is_plausible, reference_probabilities, tensors
+from tests.devices import DEVICES
+from tests.kernels.ops.sampling import chi_square_is_plausible, reference_probabilities, tensors
 
 CASES = {
     "temperature 1": dict(),
@@ -227,7 +228,7 @@ def test_logits_are_left_alone_and_odd_ones_give_valid_ids():
     assert sample(logits[:0], *(a[:0] for a in arguments)).shape == (0,)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_cuda_graph_captures_it_and_nothing_synchronises():
     logits, arguments = varied_batch(40, 151_936, "cuda")
     sample(logits, *arguments)
@@ -249,7 +250,7 @@ def test_a_cuda_graph_captures_it_and_nothing_synchronises():
         assert torch.equal(got, sample(new_logits, *new))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_workspace_is_a_small_multiple_of_a_chunk():
     logits, arguments = varied_batch(256, 151_936, "cuda")
     torch.cuda.synchronize()

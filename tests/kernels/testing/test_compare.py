@@ -170,6 +170,7 @@ def test_bench_shows_whole_calls_and_those_without_a_plan(planner, tmp_path, mon
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_what_is_planned_once_is_timed_in_a_graph(planner):
     op, device = all_ops()["rms_norm"], torch.device("cuda", 0)
     (case,) = bench_cases(op, torch.bfloat16, [(2048, 4096)])
@@ -206,6 +207,7 @@ def test_who_is_fastest():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_device_time():
     x = torch.randn(1 << 26, device="cuda")
     y = torch.empty_like(x)
@@ -217,6 +219,7 @@ def test_device_time():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_share_of_the_limit_is_a_share():
     op = all_ops()["rms_norm"]
     shared = gpu_is_shared()
@@ -232,6 +235,7 @@ def test_a_share_of_the_limit_is_a_share():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_copy_is_timed_once_for_each_size():
     device = torch.device("cuda", 0)
     small, large = copy_time(device, 8 << 20), copy_time(device, 512 << 20)
@@ -248,6 +252,7 @@ SIZES = [
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_more_bytes_take_longer_to_copy_and_as_many_as_long():
     device = torch.device("cuda", 0)
     shared, seconds = gpu_is_shared(), {}
@@ -263,6 +268,7 @@ def test_more_bytes_take_longer_to_copy_and_as_many_as_long():
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_the_copy_is_no_easier_than_the_driver_s():
     device = torch.device("cuda", 0)
     shared, times = gpu_is_shared(), []

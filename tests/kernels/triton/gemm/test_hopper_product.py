@@ -19,7 +19,12 @@ from nanovllm.tune.launches import recorded
 from tests.kernels.triton.common import graph_of
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-on_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")
+
+
+def on_hopper(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")(test))
+
+
 DTYPES = [torch.bfloat16, torch.float16]
 RELATIVE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 # QKV, output, gate-up and down projections (rows of the weight, columns) of Qwen3-0.6B, 8B and SmolLM2-135M, and odd

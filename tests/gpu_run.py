@@ -1,0 +1,313 @@
+"""All tests that need a GPU, in one command: `make test-gpu`, or `python -m tests.gpu_run [arguments of pytest]`.
+
+Most of their time goes into compilers, so there is a process for each CPU core, if the GPUs' free memory allows.
+Processes take the GPUs in turn: each sees one. With two GPUs or more the tests of several GPUs run beside them, in one
+process that sees all. Meanwhile the libraries of CUDA C++ kernels are compiled. At the end come, in one process and
+with nothing beside them, the tests with the marker `alone`. One summary says what ran.
+
+This module is also the plugin that those processes of pytest load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+ROOT = Path(__file__).parents[1]
+GPUS, REPORT = "NANOVLLM_TEST_GPUS", "NANOVLLM_TEST_REPORT"  # what this program tells its processes
+# What each part of a run selects, and the words of which a file that has such tests contains one.
+SIDE_BY_SIDE = "(gpu or triton or any_device) and not alone and not several_gpus"
+SEVERAL_GPUS, ALONE = "gpu and several_gpus", "gpu and alone"
+_WORDS = {
+    SIDE_BY_SIDE: ("mark.gpu", "mark.triton", "mark.any_device", "import DEVICES"),
+    SEVERAL_GPUS: ("mark.several_gpus",), ALONE: ("mark.alone",),
+}  # fmt: skip
+GIB_A_PROCESS = 6
+"""The largest cases of an op need about 4 GiB, with their copies in float64."""
+
+_worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if _worker and GPUS in os.environ:  # before CUDA starts in this process
+    _gpus = os.environ[GPUS].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = _gpus[int(_worker.removeprefix("gw")) % len(_gpus)]
+
+# By the number of kernels that they compile, most first: parts of names. Begun last, one would keep a single core busy.
+_FIRST = (
+    "test_verified[attention_decode", "test_verified[qk_norm_rope_attention", "test_verified[attention",
+    "triton/attention/test_decode_shared", "triton/attention/test_decode.py", "triton/attention/test_prefill.py",
+    "test_cuda_graphs.py", "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py",
+    "test_smollm2.py", "test_verified[linear", "test_verified[moe", "test_verified[",
+)  # fmt: skip
+# They load libraries that are compiled for a minute at first.
+_LAST = ("tests/kernels/cuda/", "tests/lab/")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file without such tests is not imported: to import all takes each process some seconds."""
+    words = _WORDS.get(config.option.markexpr)
+    if words is None or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text()
+    return None if any(word in text for word in words) else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest first; the same in each process."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.nodeid
+        if any(part in name for part in _LAST):
+            return len(_FIRST) + 1
+        return next((i for i, part in enumerate(_FIRST) if part in name), len(_FIRST))
+
+    items.sort(key=place)
+
+
+def _told(kind: str, **values: Any) -> None:
+    if REPORT in os.environ and not _worker:
+        with open(os.environ[REPORT], "a") as file:
+            file.write(json.dumps({"kind": kind, "at": time.time(), **values}) + "\n")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _told("start", test=nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    said = ""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        said = report.longrepr[2]
+    elif report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        said = crash.message if crash is not None else str(report.longrepr).strip()
+    _told("end", test=report.nodeid, when=report.when, outcome=report.outcome, said=said)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _told("end", test=report.nodeid, when="collect", outcome="failed", said=str(report.longrepr))
+
+
+@dataclass
+class Result:
+    """What is known of one test: when it began, seconds with its fixtures, and the outcome, None while it runs."""
+
+    began: float = 0.0
+    seconds: float = 0.0
+    outcome: str | None = None
+    said: str = ""
+
+
+@dataclass
+class Results:
+    """All tests of a run, by name."""
+
+    tests: dict[str, Result] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, paths: Iterable[Path]) -> Results:
+        """From the reports of the processes; what an end wrote in part is left out."""
+        results = cls()
+        for line in (line for path in paths if path.exists() for line in path.read_text().splitlines()):
+            try:
+                results.add(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return results
+
+    def add(self, told: dict[str, Any]) -> None:
+        test = self.tests.setdefault(told["test"], Result(told["at"]))
+        test.seconds = told["at"] - test.began
+        if told["kind"] == "start":
+            return
+        if told["outcome"] != "passed":
+            if test.outcome != "failed":
+                test.outcome, test.said = told["outcome"], told["said"]
+        elif told["when"] == "teardown" and test.outcome is None:
+            test.outcome = "passed"
+
+    def named(self, outcome: str | None) -> dict[str, Result]:
+        return {name: test for name, test in self.tests.items() if test.outcome == outcome}
+
+    def summary(self, slowest: int = 20) -> list[str]:
+        """Lines: the slowest tests, reasons of skips, first lines of failures, what did not end, counts."""
+        lines = [f"slowest {slowest}:"]
+        for name, test in sorted(self.tests.items(), key=lambda item: -item[1].seconds)[:slowest]:
+            lines.append(f"  {test.seconds:6.1f} s  {name}")
+        skipped = Counter(test.said.removeprefix("Skipped: ") for test in self.named("skipped").values())
+        lines += ["skipped:", *(f"  {n:4}  {why}" for why, n in skipped.most_common())] if skipped else []
+        for title, outcome in (("failed:", "failed"), ("did not end:", None)):
+            found = self.named(outcome)
+            lines += [title] if found else []
+            for name, test in found.items():
+                lines += [f"  {name}", *(f"      {first}" for first in test.said.splitlines()[:1])]
+        words = {"passed": "passed", "skipped": "skipped", "failed": "failed", None: "did not end"}
+        return [*lines, ", ".join(f"{len(self.named(outcome)):,} {word}" for outcome, word in words.items())]
+
+
+def num_processes(cores: int, free_gib: Sequence[float]) -> int:
+    """One for each core, but only as many as the GPU with the least free memory has room for, times the GPUs."""
+    return max(1, min(cores, len(free_gib) * int(min(free_gib) / GIB_A_PROCESS)))
+
+
+Devices = tuple[list[str], list[str], list[float]]
+"""(what CUDA_VISIBLE_DEVICES calls each GPU, its name, GiB that are free)"""
+
+
+def devices_here() -> Devices:
+    """Asked in a process that ends, since one that has started CUDA keeps memory."""
+    code = (
+        "import json, torch\n"
+        "gpus = range(torch.cuda.device_count())\n"
+        "free = [torch.cuda.mem_get_info(i)[0] / 2**30 for i in gpus]\n"
+        "print(json.dumps([[torch.cuda.get_device_name(i) for i in gpus], free]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    names, free = json.loads(done.stdout)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (given.split(",") if given else [str(i) for i in range(len(names))])[: len(names)], names, free
+
+
+# Of all three folders at the same time. A test that needs a library before it is there waits for it.
+_LIBRARIES = """
+import sys, torch
+from pathlib import Path
+from nanovllm.kernels.cuda import build
+folder = build.SOURCES / sys.argv[1]
+if torch.cuda.is_available() and build.cuda_support(torch.device("cuda", 0), folder) is None:
+    build.load_library(torch.cuda.get_device_capability(0), folder)
+"""
+
+
+class Run:
+    """Processes of pytest and of compilers, what they reported, and the time that is left."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], seconds: float | None, seconds_a_test: float) -> None:
+        self.folder, self.environment, self.seconds_a_test = folder, environment, seconds_a_test
+        self.end = None if seconds is None else time.monotonic() + seconds
+        self.reports: list[Path] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.broken: list[str] = []
+
+    def pytest(self, *arguments: str, quiet: bool = False, **environment: str) -> subprocess.Popen[bytes]:
+        """Starts pytest. quiet: what it prints goes to a file, which `wait` shows if a test failed."""
+        self.reports.append(self.folder / f"{len(self.reports)}.jsonl")
+        command = [
+            sys.executable, "-m", "pytest", "-p", "tests.gpu_run", "-p", "no:cacheprovider", "-q", "--color=no",
+            "-o", f"faulthandler_timeout={self.seconds_a_test}", "-o", "faulthandler_exit_on_timeout=true", *arguments,
+        ]  # fmt: skip
+        return self.start(command, quiet, **environment, **{REPORT: str(self.reports[-1])})
+
+    def start(self, command: Sequence[str], quiet: bool, **environment: str) -> subprocess.Popen[bytes]:
+        out = open(self.folder / f"{len(self.processes)}.txt", "wb") if quiet else None
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=self.environment | environment, stdout=out, stderr=out, start_new_session=True
+        )
+        self.processes.append(process)
+        return process
+
+    def wait(self, process: subprocess.Popen[bytes], what: str) -> None:
+        """Until it ends, or its time is over. pytest's codes: 0 and 1 are of tests, 5 is no test."""
+        try:
+            code = process.wait(self.seconds_left)
+        except subprocess.TimeoutExpired:
+            self.broken.append(f"{what}: stopped, the time is over")
+            self.stop(process)
+            return
+        if code:
+            self.show(process)
+        if code not in (0, 1, 5):
+            self.broken.append(f"{what}: ended with code {code}")
+
+    @property
+    def seconds_left(self) -> float | None:
+        return None if self.end is None else max(0.0, self.end - time.monotonic())
+
+    def show(self, process: subprocess.Popen[bytes]) -> None:
+        path = self.folder / f"{self.processes.index(process)}.txt"
+        if path.exists():
+            print(path.read_text(errors="replace"), flush=True)
+
+    def stop(self, process: subprocess.Popen[bytes]) -> None:
+        """With all that it has started."""
+        for number, seconds in ((signal.SIGINT, 10), (signal.SIGKILL, 10)):
+            try:
+                os.killpg(process.pid, number)
+                process.wait(seconds)
+            except (ProcessLookupError, subprocess.TimeoutExpired):
+                continue
+
+
+def main(arguments: Sequence[str] | None = None, devices: Callable[[], Devices] = devices_here) -> int:
+    """0 if every test that began ended well, and one did; the summary is printed in any case."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu_run", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--seconds", type=float, help="stop after this time, and say what did not end")
+    parser.add_argument("--processes", type=int, help="instead of one a core, as far as memory allows")
+    hangs = "a test that takes longer hangs: its process ends with a traceback, and the others go on (default: 200)"
+    parser.add_argument("--seconds-a-test", type=float, default=200, metavar="SECONDS", help=hangs)
+    given, rest = parser.parse_known_args(arguments)
+    gpus, names, free = devices()
+    if not gpus:
+        print("make test-gpu: no CUDA device here; `make test` runs what needs none")
+        return 2
+    paths = [a for a in rest if not a.startswith("-") and (ROOT / a.split("::")[0]).exists()]
+    cores = len(os.sched_getaffinity(0))
+    processes = given.processes or num_processes(cores, free)
+    print(f"{len(gpus)} GPU(s): {', '.join(names)}, {min(free):.0f} GiB free; {cores} cores: {processes} processes")
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        # Each process has a core; Inductor's pools of compilers would start as many more in each.
+        environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
+        run = Run(Path(folder), environment, given.seconds, given.seconds_a_test)
+        try:
+            _run_all(run, gpus, processes, rest if paths else [*rest, "tests"])
+        except KeyboardInterrupt:
+            run.broken.append("interrupted")
+        finally:
+            for process in run.processes:
+                if process.poll() is None:
+                    run.stop(process)
+        results = Results.read(run.reports)
+    print(f"\n{'=' * 30} GPU tests {'=' * 30}")
+    print("\n".join(results.summary()[:-1] + run.broken))
+    print(f"{results.summary()[-1]} in {time.monotonic() - started:.0f} s on {len(gpus)} x {names[0]}")
+    bad = run.broken or results.named("failed") or results.named(None) or not results.named("passed")
+    return 1 if bad else 0
+
+
+def _run_all(run: Run, gpus: list[str], processes: int, arguments: list[str]) -> None:
+    libraries = [run.start([sys.executable, "-c", _LIBRARIES, name], True) for name in (".", "packed", "fp8")]
+    several = run.pytest("-m", SEVERAL_GPUS, *arguments, quiet=True) if len(gpus) > 1 else None
+    many = run.pytest(
+        "-n", str(processes), "--dist", "load", "--maxschedchunk", "1", "-m", SIDE_BY_SIDE, *arguments,
+        **{GPUS: ",".join(gpus)},
+    )  # fmt: skip
+    run.wait(many, "the tests side by side")
+    if several is None:
+        print("one GPU: tests with the marker several_gpus are left out", flush=True)
+    else:
+        run.wait(several, "the tests of several GPUs")
+    for process in libraries:
+        run.wait(process, "a library of CUDA C++ kernels")
+    if run.seconds_left == 0:
+        run.broken.append("the tests that run alone: not begun, the time is over")
+        return
+    print("the tests that run alone:", flush=True)
+    run.wait(run.pytest("-m", ALONE, *arguments, CUDA_VISIBLE_DEVICES=gpus[0]), "the tests that run alone")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

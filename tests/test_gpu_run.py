@@ -1,0 +1,96 @@
+"""`make test-gpu` on tests that need no GPU: what runs where, and what is told at the end."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_run import GIB_A_PROCESS, Results, num_processes
+
+ROOT = Path(__file__).parents[1]
+TESTS = """
+import os, time, pytest
+pytestmark = pytest.mark.gpu
+
+@pytest.mark.parametrize("i", range(6))
+def test_sees_one_gpu(i):
+    time.sleep(0.1)
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
+
+@pytest.mark.alone
+def test_alone(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "3" and "PYTEST_XDIST_WORKER" not in os.environ
+
+@pytest.mark.several_gpus
+def test_several(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
+
+def test_fails(): assert 1 == 2, "one is not two\\nmore"
+
+def test_skips(): pytest.skip("no such thing")
+
+def test_hangs(): time.sleep(100)
+"""
+ELSEWHERE = "def test_needs_none(): pass"
+PROGRAM = """
+import sys
+from tests.gpu_run import main
+sys.exit(main(sys.argv[1:], lambda: (["3", "5"], ["Test 9"] * 2, [40.0, 30.0])))
+"""
+
+
+def run(tmp_path, *options):
+    """(exit code, lines of the summary, what CUDA_VISIBLE_DEVICES the tests side by side saw)"""
+    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_elsewhere.py").write_text(ELSEWHERE)
+    (tmp_path / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n  gpu\n  triton\n  alone\n  several_gpus\n  any_device\n"
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "3,5", "SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PROGRAM, "--processes", "2", *options, str(tmp_path)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=100)
+    _, _, summary = done.stdout.partition("= GPU tests =")
+    return done.returncode, summary.splitlines(), (tmp_path / "seen").read_text().split()
+
+
+@pytest.mark.slow
+def test_a_run_on_two_gpus(tmp_path):
+    code, summary, seen = run(tmp_path, "--seconds-a-test", "3")
+    assert code == 1 and len(seen) == 6 and set(seen) == {"3", "5"}
+    assert summary[-1].startswith("8 passed, 1 skipped, 2 failed, 0 did not end in ")
+    assert summary[-1].endswith(" on 2 x Test 9") and not any("needs_none" in line for line in summary)
+    told = "\n".join(summary)
+    assert "1  no such thing" in told and "AssertionError: one is not two\n" in told
+    assert "test_some.py::test_hangs\n      worker" in told and "more" not in told
+
+
+@pytest.mark.slow
+def test_a_run_whose_time_is_over(tmp_path):
+    code, summary, _ = run(tmp_path, "--seconds", "15")
+    told = "\n".join(summary)
+    assert code == 1 and "did not end:\n  test_some.py::test_hangs" in told
+    assert "the tests side by side: stopped, the time is over" in told
+    assert "the tests that run alone: not begun, the time is over" in told
+
+
+def test_as_many_processes_as_there_is_room_for():
+    assert num_processes(16, [140.0]) == 16 and num_processes(32, [140.0, 140.0]) == 32
+    assert num_processes(16, [2.5 * GIB_A_PROCESS]) == 2
+    assert num_processes(16, [10.0 * GIB_A_PROCESS, 2.0 * GIB_A_PROCESS]) == 4
+    assert num_processes(1, [1.0]) == 1
+
+
+def test_a_report_that_ends_within_a_line(tmp_path):
+    ends = [("a", "setup", "passed"), ("a", "call", "passed"), ("a", "teardown", "failed"), ("b", "setup", "passed")]
+    lines = [
+        json.dumps(dict(kind="end", at=i, test=test, when=when, outcome=outcome, said="it broke\nhere"))
+        for i, (test, when, outcome) in enumerate(ends)
+    ]
+    (tmp_path / "0").write_text("\n".join(lines) + '\n{"kind": "end", "te')
+    results = Results.read([tmp_path / "0", tmp_path / "missing"])
+    assert results.tests["a"].outcome == "failed" and results.tests["a"].seconds == 2
+    assert results.tests["b"].outcome is None
+    assert results.summary()[-1] == "0 passed, 0 skipped, 1 failed, 1 did not end"
+    assert results.summary()[-6:-1] == ["failed:", "  a", "      it broke", "did not end:", "  b"]
