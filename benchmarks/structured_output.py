@@ -1,20 +1,24 @@
 """What constrained requests cost the batch that they are in: `python -m benchmarks.structured_output --help`.
 
 Both sides decode the same number of tokens of the same number of requests; on one side some of these must write JSON.
-The sides run in turns. --host times only the masks, on one processor, with a vocabulary of 151,936 random words: what a
-step's masks take one after the other, and what they would take in threads.
+The sides run in turns. Then it prints where the host's time goes in a step.
+
+--host needs no GPU. It measures the host's parts of a step, with a tiny model on the CPU, and each mask. A model of the
+step's time line says what a step of a GPU takes with these.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
+import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +43,12 @@ SCHEMA = {
         "additionalProperties": False,
     },
 }
+VOCAB_SIZE, END = 151_936, 151_645
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True, "eos_token_id": END,
+}  # fmt: skip
 
 
 def tokens_per_second(llm: LLM, num_requests: int, num_constrained: int, num_tokens: int) -> float:
@@ -54,12 +64,118 @@ def tokens_per_second(llm: LLM, num_requests: int, num_constrained: int, num_tok
     return num_requests * num_tokens / seconds
 
 
-def mask_seconds(num_constrained: int, num_steps: int) -> list[list[float]]:
+_ENDS = 4
+"""Steps at the beginning and at the end that are not counted: prompts, ends of sequences."""
+
+
+class Stages:
+    """Times the parts of an engine's steps, from now on."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._seconds: dict[str, list[float]] = {"schedule": [], "execute": [], "step": []}
+        engine = llm.engine
+        self._masks = engine.runner.sampler.masks.times
+        self._beside = engine.runner.fast.enabled.fill_beside
+        engine.scheduler.schedule = self._timed("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]
+        engine.runner.execute = self._timed("execute", engine.runner.execute)  # type: ignore[method-assign]
+        engine.step = self._timed("step", engine.step)  # type: ignore[method-assign]
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        seconds = self._seconds[name]
+
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*args)
+            seconds.append(time.perf_counter() - start)
+            return result
+
+        return timed
+
+    def clear(self) -> None:
+        self._masks.clear()
+        for seconds in self._seconds.values():
+            seconds.clear()
+
+    def milliseconds(self) -> dict[str, np.ndarray]:
+        """Of each decode step with masks. `launch` is the rest of `execute`, `read` the rest of the step.
+
+        All requests begin and end together, so the last calls of `execute` are those with masks.
+        """
+        masks = {name: 1e3 * np.array(times) for name, times in zip(self._masks[0]._fields, zip(*self._masks))}
+        end, count = len(self._seconds["execute"]), len(self._masks)
+        whole = {name: 1e3 * np.array(times[end - count : end]) for name, times in self._seconds.items()}
+        later = 1 if self._beside else 0  # the next call of `execute` ends the step
+        inside = masks["wait"] + masks["advance"] + np.roll(masks["late"] + masks["finish"], later)
+        found = masks | {
+            "launch": whole["execute"] - inside, "schedule": whole["schedule"],
+            "read": whole["step"] - whole["execute"] - whole["schedule"], "step": whole["step"],
+        }  # fmt: skip
+        return {name: ms[_ENDS:-_ENDS] for name, ms in found.items()}
+
+
+SAID = {
+    "wait": "waits for the tokens of the step before: the GPU is behind",
+    "advance": "moves the grammars on",
+    "fill": "fills the masks, beside what follows or before it",
+    "late": "waits for masks that are not there yet",
+    "finish": "bans other tokens, launches the copy",
+    "launch": "launches the model, masking and sampling",
+    "schedule": "schedules",
+    "read": "reads the step before, tells the requests",
+    "step": "the whole step",
+}
+
+
+def print_stages(stages: dict[str, np.ndarray]) -> None:
+    print("the host in a step, ms:     mean  median     p90     p99")
+    for name, said in SAID.items():
+        ms = stages[name]
+        parts = [ms.mean(), *(np.quantile(ms, q) for q in (0.5, 0.9, 0.99))]
+        print(f"  {name:20} " + " ".join(f"{part:7.3f}" for part in parts) + f"  {said}")
+    late = (stages["wait"] < 0.02).mean()
+    print(f"  in {100 * late:.0f} % of the steps the tokens were there before the host: the GPU had waited for it")
+
+
+class Host(NamedTuple):
+    """What the host does in a step, in ms, beside filling masks."""
+
+    advance: float
+    finish: float
+    launch: float
+    schedule: float
+    read: float
+
+
+def step_ms(
+    fills: Sequence[float], host: Host, gpu: float, beside: bool, sampling: float = 0.15, masking: float = 0.03
+) -> float:
+    """What a step takes on average, by the time line of both.
+
+    The device computes the logits of a step while the host fills its masks; it samples when both are there. The next
+    model starts when it is launched and the tokens are there.
+
+    Args:
+        fills: ms that the masks of each step take.
+        gpu: ms of a step without masks, of which sampling takes `sampling`.
+        beside: whether the step before is read while the masks are filled.
+        masking: ms of the device between the logits and sampling: a copy of 20 masks and a kernel, an estimate.
+    """
+    tokens = launched = 0.0  # when the tokens of the step before are there, when the model of this one is launched
+    for fill in fills:
+        model_end = max(tokens, launched) + gpu - sampling
+        begun = max(tokens, launched) + host.advance
+        filled = begun + fill
+        if beside:
+            filled = max(filled, begun + host.read)
+        sample = filled + host.finish + host.launch / 2
+        tokens = max(model_end, sample) + masking + sampling
+        launched = sample + host.schedule + host.launch / 2 + (0 if beside else host.read)
+    return tokens / len(fills)
+
+
+def mask_seconds(tokenizer: str, num_constrained: int, num_steps: int) -> list[list[float]]:
     """Processor time of each mask of each step; the tokens are drawn at random from those that the masks allow."""
-    vocab_size, end = 151_936, 151_645
-    with tempfile.TemporaryDirectory() as folder:
-        dummy_tokenizer.write(Path(folder), vocab_size, end)
-        maker = ConstraintMaker(load_tokenizer(folder), vocab_size, [end])
+    maker = ConstraintMaker(load_tokenizer(tokenizer), VOCAB_SIZE, [END])
     constraints = maker.make(SamplingParams(n=num_constrained, structured_outputs={"json": SCHEMA}))
     rng, mask, steps = random.Random(0), np.zeros(constraints[0].num_words, np.int32), []
     for _ in range(num_steps):
@@ -81,15 +197,36 @@ def in_threads(seconds: Sequence[float], num_threads: int) -> float:
     return max(ends)
 
 
-def print_host(num_constrained: int) -> None:
-    steps = mask_seconds(num_constrained, 400)
-    for num_threads in (1, 4, 8):
-        ms = np.array([1e3 * in_threads(step, num_threads) for step in steps])
-        median, p90, p99 = np.quantile(ms, (0.5, 0.9, 0.99))
+def print_host(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        dummy_tokenizer.write(Path(folder), VOCAB_SIZE, END, args.tiktoken)
+        (Path(folder) / "config.json").write_text(json.dumps(TINY))
+        llm = LLM(
+            folder, load_format="dummy", device="cpu", async_scheduling=True, max_num_seqs=args.requests,
+            max_model_len=1024, enable_prefix_caching=False,
+        )  # fmt: skip
+        stages = Stages(llm)
+        tokens_per_second(llm, args.requests, args.constrained, min(args.tokens, 48))
+        found = stages.milliseconds()
         print(
-            f"{num_constrained} masks, {num_threads} threads: median {median:.2f} ms, p90 {p90:.2f}, p99 {p99:.2f};"
-            f" beside a step of 3.5 ms it takes {np.maximum(3.5, ms).mean():.2f} ms on average"
+            f"{args.requests} requests on the CPU, {args.constrained} constrained; `launch` has the model's time here"
         )
+        print_stages(found)
+        steps = mask_seconds(folder, args.constrained, min(args.tokens, 200))
+    medians = {name: float(np.median(found[name])) for name in Host._fields}
+    host = Host(*(args.slower * ms for ms in Host(**medians | {"launch": args.launch_ms})))
+    print(f"by the time line, on a processor that takes {args.slower:g} times as long:")
+    print(
+        f"{args.constrained} masks, ms:   mean  median     p90     p99   a step of 2 / 2.7 / 5.5 / 10 ms takes; beside"
+    )
+    for num_threads in (1, 2, 4, 8):
+        ms = [1e3 * args.slower * in_threads(step, num_threads) for step in steps]
+        row = f"  {num_threads} threads    {np.mean(ms):7.2f}" + "".join(
+            f" {np.quantile(ms, q):7.2f}" for q in (0.5, 0.9, 0.99)
+        )
+        for beside in (False, True):
+            row += ";" * beside + "".join(f" {step_ms(ms, host, gpu, beside):6.2f}" for gpu in (2.0, 2.7, 5.5, 10.0))
+        print(row)
 
 
 def main() -> None:
@@ -99,24 +236,36 @@ def main() -> None:
     parser.add_argument("--constrained", type=int, default=20, help="requests that must write JSON")
     parser.add_argument("--tokens", type=int, default=512, help="output tokens of a request")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--host", action="store_true", help="time only the masks, on the host")
+    parser.add_argument("--tiktoken", type=Path, help="a vocabulary, such as qwen.tiktoken of the package dashscope")
+    parser.add_argument("--host", action="store_true", help="time only the host's parts of a step, without a GPU")
+    parser.add_argument("--launch-ms", type=float, default=0.2, help="with --host: launching a step's kernels on a GPU")
+    parser.add_argument("--slower", type=float, default=1.0, help="with --host: for a processor this much slower")
     args = parser.parse_args()
     if args.host:
-        return print_host(args.constrained)
-    llm = LLM(
-        args.model, load_format="dummy", tokenizer=demo_model_path(), max_model_len=1024, enable_prefix_caching=False
-    )
+        return print_host(args)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = str(demo_model_path())
+        if args.tiktoken is not None:
+            tokenizer = folder
+            dummy_tokenizer.write(Path(folder), VOCAB_SIZE, END, args.tiktoken)
+        llm = LLM(args.model, load_format="dummy", tokenizer=tokenizer, max_model_len=1024, enable_prefix_caching=False)
+    stages = Stages(llm)
     sides: dict[int, list[float]] = {0: [], args.constrained: []}
     for num_constrained in sides:  # kernels, grammar, vocabulary
         tokens_per_second(llm, args.requests, num_constrained, args.tokens)
     for _ in range(args.rounds):
         for num_constrained, rates in sides.items():
+            stages.clear()
             rates.append(tokens_per_second(llm, args.requests, num_constrained, args.tokens))
     print(f"{args.model} on {llm.device_name}: {args.requests} requests x {args.tokens} tokens, {args.rounds} rounds")
     free = statistics.median(sides[0])
     for num_constrained, rates in sides.items():
         rate = statistics.median(rates)
-        print(f"{num_constrained:4} constrained: {rate:9,.0f} tokens/s, {100 * (rate / free - 1):+5.1f} %")
+        print(
+            f"{num_constrained:4} constrained: {rate:9,.0f} tokens/s, {100 * (rate / free - 1):+5.1f} %,"
+            f" {1e3 * args.requests / rate:.2f} ms a step"
+        )
+    print_stages(stages.milliseconds())
 
 
 if __name__ == "__main__":

@@ -99,9 +99,12 @@ class ModelRunner:
     def execute(self, step: ScheduledStep) -> StepResult:
         """Launch a step. On CUDA this returns before the step has run; `StepResult.token_ids` waits for it.
 
+        The end of a step with constrained rows may be launched by the next call, or when its tokens are asked for.
+
         It may be called in any thread, whatever GPU is current there.
         """
         with on_device(self.device):
+            self.sampler.masks.complete()
             if not step.continues:
                 self._set_up_admitted(step)
             result = self.fast.decode(step) or self._run(step)
@@ -133,7 +136,8 @@ class ModelRunner:
             for i, p in enumerate(sampling)
             if p.seq.constraint is not None
         ]
-        output = self.sampler(logits, metadata, self.paged.last_tokens, constrained)
+        masks = self.sampler.masks.begin(constrained) if constrained else None
+        output = self.sampler(logits, metadata, self.paged.last_tokens, masks)
         self.paged.last_tokens[metadata.seq_slots] = output.token_ids
         return StepResult(step, output.token_ids, output.logprobs, prompt)
 

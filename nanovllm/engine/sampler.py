@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.logit_rules import LogitChange
 from nanovllm.engine.logprobs import LogprobsTensors, compute_logprobs
 from nanovllm.engine.sequence import Sequence as TokenSequence
-from nanovllm.engine.token_masks import ConstrainedRow, MaskBuilder
+from nanovllm.engine.token_masks import MaskBuilder, StartedMasks
 from nanovllm.kernels import apply_token_bitmask
 from nanovllm.kernels.ops.sample import apply_penalties, rows_per_chunk
 from nanovllm.sampling_params import SamplingParams
@@ -232,7 +232,7 @@ class Sampler:
         logits: torch.Tensor,
         meta: SamplingMetadata,
         last_tokens: torch.Tensor | None = None,
-        constrained: Sequence[ConstrainedRow] = (),
+        masks: StartedMasks | None = None,
     ) -> SamplerOutput:
         """Sample one token per row, and count it in the penalty state of rows with penalties.
 
@@ -241,7 +241,7 @@ class Sampler:
             meta: the sampling metadata of the same R rows; no seq_slot twice.
             last_tokens: [max_num_seqs or more] int64, the token last sampled in each seq_slot. It is needed where a
                 change of a logit depends on a token that the host does not know.
-            constrained: the rows with a constraint; see `MaskBuilder.build` for what this waits for.
+            masks: those of the rows with a constraint, from `MaskBuilder.begin`; None: there are no such rows.
         """
         # Log-probabilities are of the model's own distribution, before all changes, as in vLLM.
         raw = logits
@@ -249,9 +249,9 @@ class Sampler:
             logits = changed_logits(logits, meta.changes, meta.seq_slots, last_tokens)
         if meta.penalties is not None:
             logits = self._penalize(logits, meta, *meta.penalties, in_place=logits is not raw)
-        if constrained:
+        if masks is not None:
             logits = logits.clone() if logits is raw else logits
-            self.constrain(logits, constrained)
+            self.constrain(logits, masks)
         if meta.all_greedy:
             token_ids = logits.argmax(-1)
         else:
@@ -265,9 +265,9 @@ class Sampler:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, compute_logprobs(raw, token_ids, meta.max_logprobs))
 
-    def constrain(self, logits: torch.Tensor, constrained: Sequence[ConstrainedRow]) -> None:
+    def constrain(self, logits: torch.Tensor, masks: StartedMasks) -> None:
         """Ban what the constraints of some rows do not allow, in place."""
-        self.mask_op(logits, *self.masks.build(constrained))
+        self.mask_op(logits, *masks.finish())
 
     def _penalize(
         self, logits: torch.Tensor, meta: SamplingMetadata, *penalties: torch.Tensor, in_place: bool

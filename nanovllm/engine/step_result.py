@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,7 @@ import torch
 from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.hardware.devices import on_device
 
 
 @dataclass(frozen=True)
@@ -32,34 +34,53 @@ class StepResult:
         logprobs: the log-probabilities of the same rows.
         order: [n] int64, the row of each of these parts; None: they are in order.
         device: the device that computes the step; None: where `token_ids` is.
+        rest: launches what was put off, and returns the tokens and their log-probabilities; None: nothing was. It is
+            called once, by `complete`, before the next step is launched.
     """
 
     def __init__(
         self,
         step: ScheduledStep,
-        token_ids: torch.Tensor,
+        token_ids: torch.Tensor | None,
         logprobs: LogprobsTensors | None = None,
         prompt: Several[PromptLogprobs] = (),
         order: np.ndarray | None = None,
         device: torch.device | None = None,
+        rest: Callable[[StepResult], tuple[torch.Tensor, LogprobsTensors | None]] | None = None,
     ) -> None:
         self.step = step
         self._ready: torch.cuda.Event | None = None
-        if (device or token_ids.device).type == "cuda":
+        self._read: list[int] | None = None
+        self._order = order
+        self._device = device
+        self._rest = rest
+        self.prompt_logprobs = prompt
+        if token_ids is not None:
+            self._launched(token_ids, logprobs)
+
+    def complete(self) -> None:
+        """Launch what was put off."""
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            self._launched(*rest(self))
+
+    def _launched(self, token_ids: torch.Tensor, logprobs: LogprobsTensors | None) -> None:
+        device = self._device or token_ids.device
+        if device.type == "cuda":
             token_ids = token_ids.to("cpu", non_blocking=True)  # no copy if it is in host memory
             logprobs = None if logprobs is None else logprobs.cpu(non_blocking=True)
-            prompt = [PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt]
-            self._ready = torch.cuda.Event()
-            self._ready.record()
+            prompt = self.prompt_logprobs
+            self.prompt_logprobs = [PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt]
+            with on_device(device):
+                self._ready = torch.cuda.Event()
+                self._ready.record()
         self._token_ids = token_ids
-        self._read: list[int] | None = None
         self._logprobs = logprobs
-        self._order = order
-        self.prompt_logprobs = prompt
 
     def token_ids(self) -> list[int]:
         """The sampled tokens, one for each part that samples; waits for the device."""
         if self._read is None:
+            self.complete()
             if self._ready is not None:
                 self._ready.synchronize()
             token_ids = self._token_ids.numpy()

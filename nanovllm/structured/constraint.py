@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,10 +19,6 @@ _COMPILED = 128
 """Grammars that are kept compiled."""
 SLOW_MASK_SECONDS, _SLOW_MASKS_SECONDS = 0.01, 0.5
 """Masks slower than the former may take a sequence the latter together; then it ends. All sequences wait for a mask."""
-_PARALLEL_MASKS = 8
-"""Masks from which on threads fill them: one in a hundred takes milliseconds, and the device waits if these add up."""
-_THREADS = min(8, os.cpu_count() or 1)
-_STEPS_TIMED = 64
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{n}}}" for n in (*range(1, 11), 30)), f"{_IN_STRING}+")
 """Sets of tokens that llguidance allows as a whole. Near the end of a string with a `maxLength` it looks at every token
@@ -112,48 +106,6 @@ class TokenConstraint:
             self.error, self.broken, self._num_good = error, True, self.num_taken
 
 
-class MaskFiller:
-    """Fills the masks of many constraints, in several threads where that is worth it.
-
-    Args:
-        slow_seconds: when the masks of a step take longer, those of the next steps are timed one by one.
-    """
-
-    def __init__(self, slow_seconds: float = SLOW_MASK_SECONDS) -> None:
-        self._slow_seconds = slow_seconds
-        self._executor: Any = None
-        """llguidance's threads, which say nothing of the time of a single mask."""
-        self._timed_executor: ThreadPoolExecutor | None = None
-        self._steps_timed = 0
-        """Steps in which each mask is timed, since one of them was slow."""
-
-    def fill(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
-        """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32."""
-        matchers = [(c.matcher, i) for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
-        if len(matchers) < _PARALLEL_MASKS:
-            _fill(constraints, masks)
-            return
-        if self._steps_timed:
-            self._steps_timed -= 1
-            self._fill_timed(constraints, masks)
-            return
-        if self._executor is None:
-            from llguidance import LLExecutor
-
-            self._executor = LLExecutor(_THREADS)
-        masks[:] = -1
-        start = time.perf_counter()
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
-        if time.perf_counter() - start > self._slow_seconds:
-            self._steps_timed = _STEPS_TIMED
-
-    def _fill_timed(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
-        if self._timed_executor is None:
-            self._timed_executor = ThreadPoolExecutor(_THREADS, "mask")
-        starts = range(_THREADS)
-        list(self._timed_executor.map(lambda i: _fill(constraints[i::_THREADS], masks[i::_THREADS]), starts))
-
-
 class ConstraintMaker:
     """Compiles grammars, outside of the engine's steps. Any thread may use it.
 
@@ -238,11 +190,6 @@ class ConstraintMaker:
                 slices=list(_SLICES),
             )  # fmt: skip
         return self._vocabulary
-
-
-def _fill(constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
-    for constraint, mask in zip(constraints, masks):
-        constraint.fill(mask)
 
 
 def _ban(mask: np.ndarray, banned: Iterable[int]) -> None:

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.structured.constraint import ConstraintMaker, MaskFiller, TokenConstraint
+from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint
 from nanovllm.structured.grammar import plain_error
 from nanovllm.structured.grammar_check import GrammarChecker
+from nanovllm.structured.mask_filler import MaskFiller
 from nanovllm.structured_outputs import GrammarsBusyError
 from tests import tiny
 
@@ -103,24 +104,26 @@ def test_completions_have_states_of_their_own(maker):
     assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
 
 
+@pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("slow_seconds", [10, 0])
-@pytest.mark.parametrize("count", [7, 8, 40])  # one after the other, and in threads
-def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds):
+@pytest.mark.parametrize("count", [1, 7, 8, 40])  # one after the other, and in threads
+def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds, beside):
     constraints = maker.make(SamplingParams(n=count, structured_outputs={"regex": "[ab]{3}c"}))
     output = sorted(ids("ab"))
     for i, constraint in enumerate(constraints):
         constraint.take((output * 2)[: i % 4])
     masks = np.zeros((count, constraints[0].num_words), np.int32)
     filler = MaskFiller(slow_seconds)
-    filler.fill(constraints, masks)
+    fill = filler.start if beside else filler.filled
+    fill(constraints, masks).wait()
     if not slow_seconds:
         masks[:] = 0
-        filler.fill(constraints, masks)  # each is timed, since the first ones were slow
+        fill(constraints, masks).wait()  # each is timed, since the first ones were slow
     for mask, constraint in zip(masks, constraints):
         single = np.zeros_like(mask)
         constraint.fill(single)
         assert (single == mask).all()
-    assert not (masks[0] == masks[3]).all()
+    assert count == 1 or not (masks[0] == masks[3]).all()
 
 
 class SlowMatcher:

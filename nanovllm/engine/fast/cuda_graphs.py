@@ -173,27 +173,29 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def run(
-        self, shape: StepShape, launch: Callable[[StepShape], object], between: Callable[[], None] | None = None
-    ) -> bool:
+    def run(self, shape: StepShape, launch: Callable[[StepShape], object]) -> bool:
         """Replay a step. False: its kind of sampling was not captured, and the step ends with the static logits.
 
-        Args:
-            launch: as for `capture`, for a shape that comes for the first time.
-            between: called when the model was launched, before sampling is: it may change the static logits.
+        launch: as for `capture`, for a shape that comes for the first time.
         """
-        graphs = self._graphs
-        whole = graphs.get(shape) if between is None else None
+        whole = self._graphs.get(shape)
         if whole is not None:
             whole.replay()
             return True
+        self.run_model(shape, launch)
+        return self.draw(shape)
+
+    def run_model(self, shape: StepShape, launch: Callable[[StepShape], object]) -> None:
+        """As `run`, without sampling: the caller may change the static logits before `draw`."""
+        graphs = self._graphs
         model = StepShape(shape.rows, shape.context, shape.shared, shape.piggybacked)
         if model not in graphs:
             graphs[model] = self._backend.capture(partial(launch, model))
         graphs[model].replay()
-        if between is not None:
-            between()
-        draw = graphs.get(StepShape(shape.rows, mode=shape.mode))
+
+    def draw(self, shape: StepShape) -> bool:
+        """Sample the static logits. False, with nothing done: this kind of sampling was not captured."""
+        draw = self._graphs.get(StepShape(shape.rows, mode=shape.mode))
         if draw is not None:
             draw.replay()
         return draw is not None

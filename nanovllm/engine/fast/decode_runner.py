@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -19,7 +18,8 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
-from nanovllm.engine.token_masks import ConstrainedRow
+from nanovllm.engine.token_masks import StartedMasks
+from nanovllm.hardware.devices import on_device
 
 
 class DecodeRunner:
@@ -37,6 +37,8 @@ class DecodeRunner:
         buckets: the batch sizes that steps are padded to; None: none is padded.
         capture_sampling: whether `Sampler.sample_op` is worth a graph; it then takes greedy rows too.
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
+        fill_beside: fill masks in threads, and launch the end of such a step before the next one. The engine reads the
+            step before meanwhile.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class DecodeRunner:
         buckets: DecodeBuckets | None,
         capture_sampling: bool,
         piggyback: Piggyback | None = None,
+        fill_beside: bool = False,
     ) -> None:
         self.state = state
         self.graphs: DecodeGraphs | None = None
@@ -55,6 +58,7 @@ class DecodeRunner:
         self._buckets = buckets
         self._capture_sampling = capture_sampling
         self._piggyback = piggyback
+        self._fill_beside = fill_beside
         if piggyback is not None:
             self._runs = PaddedRuns(self._runs_bucket(piggyback.sizes.totals[-1]), paged)
         self.logits: torch.Tensor | None = None
@@ -143,27 +147,46 @@ class DecodeRunner:
         if piggybacked:
             pieces = Batch.build(step.pieces, state.block_size)
             self._runs.send(pieces, self._runs_bucket(piggybacked))
-        drawn = False
-        constrained = state.constrained()
-        general = shape.mode is SamplingMode.GENERAL
-        if self.graphs is not None and self.logits is not None:
-            logits = self.logits[: shape.rows]
-            constrain = partial(self._sampler.constrain, logits, constrained) if constrained and not general else None
-            drawn = self.graphs.run(shape, self._launch_shape, constrain)
-        else:
+        graphs, constrained, drawn = self.graphs, state.constrained(), False
+        if graphs is None or self.logits is None:
             logits = self._run_model(shape)
-            if constrained and not general:
-                self._sampler.constrain(logits, constrained)
-        logprobs = None
-        if general:
-            logprobs = self._sample(logits[: state.num_rows], constrained)
-        elif not drawn:
-            self._draw(logits, shape.mode)
-        state.advanced()
-        result = StepResult(step, state.tokens(), logprobs, order=order, device=state.device)
+        else:
+            logits = self.logits[: shape.rows]
+            if constrained:
+                graphs.run_model(shape, self._launch_shape)
+            else:
+                drawn = graphs.run(shape, self._launch_shape)
+        masks = self._sampler.masks.begin(constrained, self._fill_beside) if constrained else None
+        rest = partial(self._end, shape, logits, drawn, masks)
+        result = StepResult(step, None, order=order, device=state.device, rest=rest)
+        if masks is None or not self._fill_beside:
+            result.complete()
+        return result
+
+    def _end(
+        self, shape: StepShape, logits: torch.Tensor, drawn: bool, masks: StartedMasks | None, result: StepResult
+    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
+        """Launch the end of a step: sampling and the state's advance. The tokens, and their log-probabilities.
+
+        drawn: it was launched with the model.
+        """
+        state, logprobs = self.state, None
+        try:
+            with torch.inference_mode(), on_device(state.device):  # this may be called after `launch` has returned
+                if shape.mode is SamplingMode.GENERAL:
+                    logprobs = self._sample(logits[: state.num_rows], masks)
+                elif not drawn:
+                    if masks is not None:
+                        self._sampler.constrain(logits, masks)
+                    if masks is None or self.graphs is None or not self.graphs.draw(shape):
+                        self._draw(logits, shape.mode)
+            state.advanced()
+        except BaseException:  # as in `launch`
+            state.reset()
+            raise
         if state.ring is not None:
             state.ring.hold(result)
-        return result
+        return state.tokens(), logprobs
 
     def _shape(self, piggybacked: int) -> StepShape:
         """The shape of the step that the state's rows are placed for."""
@@ -204,7 +227,7 @@ class DecodeRunner:
             tokens = self._sampler.sample_op(logits, *self.state.sampling_arguments(len(logits), filtered))
         self.state.advance(tokens)
 
-    def _sample(self, logits: torch.Tensor, constrained: Sequence[ConstrainedRow]) -> LogprobsTensors | None:
+    def _sample(self, logits: torch.Tensor, masks: StartedMasks | None) -> LogprobsTensors | None:
         """Sample with what the host says of each row, and advance the state."""
         state = self.state
         rows = [
@@ -212,6 +235,6 @@ class DecodeRunner:
             for seq, position, seq_slot in zip(state.seqs, state.positions(), state.seq_slots())
         ]
         metadata = SamplingMetadata.build(rows, state.device, pin=state.device.type == "cuda")
-        output = self._sampler(logits, metadata, self._paged.last_tokens, constrained)
+        output = self._sampler(logits, metadata, self._paged.last_tokens, masks)
         state.advance(output.token_ids)
         return output.logprobs

@@ -90,6 +90,7 @@ class FastPaths:
                 self.buckets if enabled.decode_padding else None,
                 self._capture_sampling,
                 self.piggyback,
+                enabled.fill_beside,
             )
         if enabled.prefill_padding:
             flops = 2 * self._layer_weights * limits.max_num_batched_tokens

@@ -65,6 +65,8 @@ class FastPolicy:
     packed_weights: bool | None = None
     """Quantised weights stay packed where layers run op by op; if not, they are expanded when they are loaded. None: on
     a GPU."""
+    fill_beside: bool | None = None
+    """The masks of constrained rows are filled in threads while the host reads the step before. None: on a GPU."""
     warm_up: bool | None = None
     """Kernels are compiled when the engine starts, not while it serves. None: on a GPU."""
 
@@ -97,7 +99,7 @@ class FastPolicy:
     def off(cls, **switches: Any) -> FastPolicy:
         """Every fast path off but those that are named."""
         names = ("device_state", "cuda_graphs", "prefill_graphs", "padding", "prefix_groups")
-        off: dict[str, Any] = dict.fromkeys((*names, "piggyback_prefill", "warm_up"), False)
+        off: dict[str, Any] = dict.fromkeys((*names, "piggyback_prefill", "fill_beside", "warm_up"), False)
         return cls(**{**off, "reserve_tokens_ahead": 0, **switches})
 
     @classmethod
@@ -130,6 +132,7 @@ class EnabledPaths:
     prefill_padding: bool
     prefix_groups: bool
     piggyback_prefill: bool
+    fill_beside: bool
     warm_up: bool
 
 
@@ -164,6 +167,7 @@ def enabled_paths(
         prefill_padding=prefill_padding,
         prefix_groups=policy.prefix_groups and policy.device_state and prefix_caching and shares_prefixes(kernels),
         piggyback_prefill=_piggybacks(policy, kernels, decode_graphs, layer_bytes),
+        fill_beside=on_gpu if policy.fill_beside is None else policy.fill_beside,
         warm_up=on_gpu if policy.warm_up is None else policy.warm_up,
     )
 

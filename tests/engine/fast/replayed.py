@@ -34,8 +34,8 @@ def watch_replays(llm):
     graphs, replayed = llm.engine.runner.fast.decoder.graphs, []
     run = graphs.run
 
-    def watched(shape, launch, between=None):
-        drawn = run(shape, launch, between)
+    def watched(shape, launch):
+        drawn = run(shape, launch)
         replayed.append((shape, drawn))
         return drawn
 

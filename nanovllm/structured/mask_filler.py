@@ -1,0 +1,112 @@
+"""Fills the masks of many constraints: in threads where that is worth it, and beside the thread that asks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from nanovllm.structured.constraint import SLOW_MASK_SECONDS, TokenConstraint
+
+_PARALLEL_MASKS = 8
+"""Masks from which on threads fill them: one in a hundred takes milliseconds, and the device waits if these add up."""
+_THREADS = min(8, os.cpu_count() or 1)
+_STEPS_TIMED = 64
+
+
+class Filling:
+    """Masks that are being filled."""
+
+    def __init__(self, seconds: float | None, running: Future[float] | None = None) -> None:
+        self._seconds = seconds
+        self._running = running
+
+    def wait(self) -> float:
+        """Return when the masks are there: the seconds that filling them took."""
+        if self._seconds is None:
+            assert self._running is not None
+            self._seconds = self._running.result()
+        return self._seconds
+
+
+class MaskFiller:
+    """Fills the masks of many constraints, in several threads where that is worth it.
+
+    Args:
+        slow_seconds: when the masks of a step take longer, those of the next steps are timed one by one.
+    """
+
+    def __init__(self, slow_seconds: float = SLOW_MASK_SECONDS) -> None:
+        self._slow_seconds = slow_seconds
+        self._executor: Any = None
+        """llguidance's threads, which say nothing of the time of a single mask."""
+        self._timed_executor: ThreadPoolExecutor | None = None
+        self._beside: ThreadPoolExecutor | None = None
+        self._steps_timed = 0
+        """Steps in which each mask is timed, since one of them was slow."""
+
+    def filled(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> Filling:
+        """`fill`."""
+        start = time.perf_counter()
+        self.fill(constraints, masks)
+        return Filling(time.perf_counter() - start)
+
+    def start(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> Filling:
+        """As `fill`, in a thread; the caller goes on, and does not touch the constraints until `Filling.wait`."""
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "masks")
+        started = threading.Lock()
+        started.acquire()
+
+        def run() -> float:
+            started.release()
+            start = time.perf_counter()
+            # One call, in which the interpreter is free: this thread would have to wait for it after each mask.
+            self.fill(constraints, masks, parallel_from=1)
+            return time.perf_counter() - start
+
+        running = self._beside.submit(run)
+        # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms. The masks need it no more.
+        started.acquire()
+        return Filling(None, running)
+
+    def fill(
+        self, constraints: Sequence[TokenConstraint], masks: np.ndarray, parallel_from: int = _PARALLEL_MASKS
+    ) -> None:
+        """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32.
+
+        parallel_from: so many grammars or more are filled in threads.
+        """
+        matchers = [(c.matcher, i) for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
+        if len(matchers) < parallel_from or not matchers:
+            _fill(constraints, masks)
+            return
+        if self._steps_timed:
+            self._steps_timed -= 1
+            self._fill_timed(constraints, masks)
+            return
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(_THREADS)
+        masks[:] = -1
+        start = time.perf_counter()
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
+        if time.perf_counter() - start > self._slow_seconds:
+            self._steps_timed = _STEPS_TIMED
+
+    def _fill_timed(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
+        if self._timed_executor is None:
+            self._timed_executor = ThreadPoolExecutor(_THREADS, "mask")
+        starts = range(_THREADS)
+        list(self._timed_executor.map(lambda i: _fill(constraints[i::_THREADS], masks[i::_THREADS]), starts))
+
+
+def _fill(constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
+    for constraint, mask in zip(constraints, masks):
+        constraint.fill(mask)

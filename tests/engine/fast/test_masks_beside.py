@@ -1,0 +1,104 @@
+"""Masks that threads fill while the host reads the step before: the end of such a step is launched later."""
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.kernels import all_ops
+from tests.engine.fast.test_policy import REPLAYED, SMALL
+from tests.engine.simulated_engine import assert_clean
+from tests.engine.small_engine import generate, make, random_prompts
+from tests.providers import registered
+
+POLICIES = {
+    "eager": FastPolicy.off(device_state=True, fill_beside=True),
+    "graphs": FastPolicy.off(device_state=True, fill_beside=True, **SMALL, **REPLAYED),
+}
+PROMPTS = random_prompts([3, 20, 9, 33, 4, 17])
+PARAMS = [
+    SamplingParams(temperature=0.8, seed=1, max_tokens=30, structured_outputs={"regex": "([a-f]{3} )*"}),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=25, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=28, structured_outputs={"json": {"type": "array"}}, n=3),
+    SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, allowed_token_ids=[60, 61, 62]),
+    SamplingParams(temperature=0.9, seed=4, max_tokens=30, structured_outputs={"regex": "[xyz]*"}, bad_words=["x"]),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=16, structured_outputs={"choice": ["yes", "no"]}, logprobs=2),
+]
+
+
+def engine(directory, policy, asynchronous=True, **arguments):
+    return make(
+        directory, num_kvcache_blocks=40, max_num_seqs=8, skip_tokenizer_init=False, async_scheduling=asynchronous,
+        fast_policy=policy, **arguments,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(directory):
+    return generate(engine(directory, FastPolicy.off(), asynchronous=False), PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_tokens(directory, expected, policy, asynchronous):
+    llm = engine(directory, POLICIES[policy], asynchronous)
+    for _ in range(2):
+        assert generate(llm, PROMPTS, PARAMS) == expected
+    assert_clean(llm.engine)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_end_of_a_step_is_launched_after_the_step_before_was_read(directory, policy):
+    llm = engine(directory, POLICIES[policy])
+    masks = llm.engine.runner.sampler.masks
+    request = llm.engine.add_request(PROMPTS[0], PARAMS[0])
+    llm.engine.step()  # the prompt, whose masks are filled at once
+    for count in range(1, 6):
+        llm.engine.step()
+        assert (len(masks.times), request.num_output_tokens) == (count, count)
+    masks.complete()
+    assert (len(masks.times), request.num_output_tokens) == (6, 5)
+    masks.complete()  # does nothing
+    while llm.engine.has_unfinished:
+        llm.engine.step()
+    assert generate(llm, PROMPTS[:1], PARAMS[:1])[0][0] == request.completions[0].seq.output_token_ids
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_requests_end_while_their_masks_are_filled(directory, expected, policy):
+    llm = engine(directory, POLICIES[policy])
+    for aborted in range(1, 12):
+        requests = [llm.engine.add_request(p, q) for p, q in zip(PROMPTS, PARAMS)]
+        for step in range(40):
+            if step == aborted:
+                for request in requests[2:4]:
+                    llm.engine.abort(request)
+            llm.engine.step()
+            llm.engine.check()
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        assert_clean(llm.engine)
+        for i in (0, 1, 4, 5):
+            assert [c.seq.output_token_ids for c in requests[i].completions] == expected[i]
+        for i in (2, 3):
+            for completion, whole in zip(requests[i].completions, expected[i]):
+                output = completion.seq.output_token_ids
+                assert output == whole[: len(output)]
+
+
+@pytest.mark.parametrize("failing_call", [1, 2, 7])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_end_that_fails_loses_its_requests_alone(directory, expected, policy, failing_call):
+    calls = []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == failing_call:
+            raise RuntimeError("no more fish")
+        return all_ops()["apply_token_bitmask"].native(*args)
+
+    with registered("apply_token_bitmask", failing):
+        llm = engine(directory, POLICIES[policy], kernel_priority={"apply_token_bitmask": ["mine"]})
+    with pytest.raises(RuntimeError, match="no more fish"):
+        llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert_clean(llm.engine)
+    assert generate(llm, PROMPTS, PARAMS) == expected
