@@ -64,6 +64,8 @@ def tokens_per_second(llm: LLM, num_requests: int, num_constrained: int, num_tok
     return num_requests * num_tokens / seconds
 
 
+_THERE = 0.03
+"""ms that looking at tokens takes which are there already."""
 _ENDS = 4
 """Steps at the beginning and at the end that are not counted: prompts, ends of sequences."""
 
@@ -106,6 +108,7 @@ class Stages:
         whole = {name: 1e3 * np.array(times[end - count : end]) for name, times in self._seconds.items()}
         later = 1 if self._beside else 0  # the next call of `execute` ends the step
         inside = masks["wait"] + masks["advance"] + np.roll(masks["late"] + masks["finish"], later)
+        inside += 0 if self._beside else masks["fill"]
         found = masks | {
             "launch": whole["execute"] - inside, "schedule": whole["schedule"],
             "read": whole["step"] - whole["execute"] - whole["schedule"], "step": whole["step"],
@@ -132,8 +135,6 @@ def print_stages(stages: dict[str, np.ndarray]) -> None:
         ms = stages[name]
         parts = [ms.mean(), *(np.quantile(ms, q) for q in (0.5, 0.9, 0.99))]
         print(f"  {name:20} " + " ".join(f"{part:7.3f}" for part in parts) + f"  {said}")
-    late = (stages["wait"] < 0.02).mean()
-    print(f"  in {100 * late:.0f} % of the steps the tokens were there before the host: the GPU had waited for it")
 
 
 class Host(NamedTuple):
@@ -265,7 +266,10 @@ def main() -> None:
             f"{num_constrained:4} constrained: {rate:9,.0f} tokens/s, {100 * (rate / free - 1):+5.1f} %,"
             f" {1e3 * args.requests / rate:.2f} ms a step"
         )
-    print_stages(stages.milliseconds())
+    found = stages.milliseconds()
+    print_stages(found)
+    late = 100 * (found["wait"] < _THERE).mean()
+    print(f"  in {late:.0f} % of the steps the tokens were there before the host: the GPU had waited for it")
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ class MaskTimes(NamedTuple):
     advance: float
     """Moving the grammars on by these tokens."""
     fill: float
-    """Filling the masks, maybe in threads."""
+    """Filling the masks: beside other work, or before it."""
     late: float
-    """Waiting for masks that threads fill; the whole of `fill` if none does."""
+    """Waiting for masks that are filled beside other work."""
     finish: float
     """The other bans, and launching the copy."""
 

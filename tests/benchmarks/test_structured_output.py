@@ -1,0 +1,62 @@
+"""What `benchmarks.structured_output` says of the host's time in a step."""
+
+import base64
+
+import pytest
+
+from benchmarks.serving import dummy_tokenizer
+from benchmarks.structured_output import SAID, Host, Stages, in_threads, step_ms
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.fast.policy import FastPolicy
+from nanovllm.weights.tokenizer import load_tokenizer
+from tests import tiny
+
+NOTHING = Host(0, 0, 0, 0, 0)
+HOST = Host(advance=0.2, finish=0.1, launch=0.2, schedule=0.1, read=0.5)
+
+
+def test_the_time_line_of_a_step():
+    line = dict(sampling=0.1, masking=0.0)
+    assert step_ms([0.0] * 50, NOTHING, 2.0, False, **line) == pytest.approx(2.0)
+    assert step_ms([1.8] * 50, NOTHING, 2.0, False, **line) == pytest.approx(2.0)  # hidden behind the model
+    assert step_ms([3.0] * 50, NOTHING, 2.0, False, **line) == pytest.approx(3.1)  # then it samples
+    assert step_ms([0.5] * 50, HOST, 2.0, False, **line) == pytest.approx(2.0)
+    host_bound = step_ms([3.0] * 999, HOST, 2.0, False, **line)
+    assert host_bound == pytest.approx(0.2 + 3.0 + 0.1 + 0.2 + 0.1 + 0.5, rel=0.01)
+    assert step_ms([3.0] * 999, HOST, 2.0, True, **line) == pytest.approx(host_bound - 0.5, rel=0.01)
+    assert step_ms([0.5] * 50, HOST, 2.0, True, sampling=0.1, masking=0.3) == pytest.approx(2.3)
+
+
+def test_masks_in_threads():
+    assert in_threads([1.0, 2.0, 3.0], 1) == 6
+    assert in_threads([1.0, 2.0, 3.0], 2) == 4
+    assert in_threads([1.0, 2.0, 3.0], 8) == 3
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_parts_of_a_step_add_up(tmp_path, beside):
+    tiny.save_with_tokenizer(tmp_path)
+    policy = FastPolicy.off(device_state=True, fill_beside=beside)
+    llm = LLM(tmp_path, device="cpu", async_scheduling=True, num_kvcache_blocks=16, fast_policy=policy)
+    stages = Stages(llm)
+    params = SamplingParams(max_tokens=40, structured_outputs={"regex": "[a-f]{200}"})
+    for _ in range(2):
+        stages.clear()
+        llm.generate([[5, 6, 7], [8]], params, use_tqdm=False)
+        found = stages.milliseconds()
+        assert set(found) == set(SAID) and {len(ms) for ms in found.values()} == {40 - 8}
+        assert all((ms >= 0).all() for name, ms in found.items() if name != "launch")
+        names = {"wait", "advance", "late", "finish", "launch", "schedule", "read"} | (set() if beside else {"fill"})
+        parts = sum(found[name].sum() for name in names)
+        assert parts == pytest.approx(found["step"].sum(), rel=0.3)  # an end falls into the next step
+
+
+def test_a_real_vocabulary(tmp_path):
+    tokens = [bytes([b]) for b in range(256)] + [b"ab", b"cd", b"abcd", b" ab"]
+    text = b"".join(b"%b %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens))
+    (tmp_path / "small.tiktoken").write_bytes(text)
+    dummy_tokenizer.write(tmp_path, 300, 280, tmp_path / "small.tiktoken")
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("abcdabé", add_special_tokens=False) == [258, 256, 0xC3, 0xA9]
+    assert tokenizer.encode(" ab", add_special_tokens=False) == [259]
+    assert len(tokenizer) == 300 and tokenizer.eos_token_id == 280
