@@ -37,7 +37,7 @@ _WORDS = {
     SEVERAL_GPUS: ("mark.several_gpus",), ALONE: ("mark.alone",),
 }  # fmt: skip
 GIB_A_PROCESS = 6
-"""The largest cases of an op need about 4 GiB, with their copies in float64."""
+"""Few tests need more, with copies in float64: experts take 13 GiB."""
 
 _worker = os.environ.get("PYTEST_XDIST_WORKER", "")
 if _worker and GPUS in os.environ:  # before CUDA starts in this process
@@ -46,6 +46,8 @@ if _worker and GPUS in os.environ:  # before CUDA starts in this process
 
 # By the number of kernels that they compile, most first: parts of names. Begun last, one would keep a single core busy.
 _FIRST = (
+    "test_hopper_product.py::test_products", "test_hopper_product.py::test_any_plan", "test_experts.py",
+    "test_decode_shared.py::test_batches",
     "test_verified[attention_decode", "test_verified[qk_norm_rope_attention", "test_verified[attention",
     "triton/attention/test_decode_shared", "triton/attention/test_decode.py", "triton/attention/test_prefill.py",
     "test_cuda_graphs.py", "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py",

@@ -66,14 +66,20 @@ def gated(exact):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, size", SHAPES, ids=str)
 def test_products(rows, size, dtype, poison):
-    for tokens in TOKENS:
+    """Two of four ways of each product, each a kernel to compile, by turns: of a shape and a number of tokens the other
+    dtype has the other two, and so has the next shape in this dtype.
+    """
+    shift = SHAPES.index((rows, size)) + DTYPES.index(dtype)
+    for i, tokens in enumerate(TOKENS):
         x, weight, bias, exact = make(tokens, rows, size, dtype, tokens, stride=size + 8 * (tokens % 3))
         assert hopper_product.takes(x, weight) == (tokens in hopper_product.num_tokens_taken(weight))
-        near(hopper_product.product(x, weight), exact)
-        near(hopper_product.product(x, weight, bias), exact + bias.double())
-        near(hopper_product.product(x, weight, split=True), exact)
-        if rows % 16 == 0:
-            near(hopper_product.product(x, weight, gated=True), gated(exact), 2)
+        if (i + shift) % 2:
+            near(hopper_product.product(x, weight), exact)
+            if rows % 16 == 0:
+                near(hopper_product.product(x, weight, gated=True), gated(exact), 2)
+        else:
+            near(hopper_product.product(x, weight, bias), exact + bias.double())
+            near(hopper_product.product(x, weight, split=True), exact)
 
 
 ONE_TILE = [
@@ -93,7 +99,9 @@ def test_any_plan(plan, numbers, rows, poison):
     """
     plan = HopperProductPlan(*plan)
     assert plan.splits * plan.chunks * plan.slots * plan.rounds >= 17
-    for tokens, num_rows, seed in itertools.product(numbers, rows, range(3 if len(rows) == 1 else 1)):
+    for (tokens, num_rows), seed in itertools.product(
+        zip(numbers, itertools.cycle(rows)), range(3 if len(rows) == 1 else 1)
+    ):
         x, weight, bias, exact = make(tokens, num_rows, 17 * 64, torch.bfloat16, tokens + seed, stride=17 * 64 + 8)
         near(hopper_product.product(x, weight, split=True, plan=plan), exact)
         if plan.splits == 1:
