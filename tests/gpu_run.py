@@ -44,14 +44,14 @@ if _worker and GPUS in os.environ:  # before CUDA starts in this process
     _gpus = os.environ[GPUS].split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = _gpus[int(_worker.removeprefix("gw")) % len(_gpus)]
 
-# By the number of kernels that they compile, most first: parts of names. Begun last, one would keep a single core busy.
+# By what their kernels take to compile, most first: parts of names. Begun last, one would keep a single core busy.
 _FIRST = (
-    "test_hopper_product.py::test_products", "test_hopper_product.py::test_any_plan", "test_experts.py",
-    "test_decode_shared.py::test_batches",
-    "test_verified[attention_decode", "test_verified[qk_norm_rope_attention", "test_verified[attention",
-    "triton/attention/test_decode_shared", "triton/attention/test_decode.py", "triton/attention/test_prefill.py",
-    "test_cuda_graphs.py", "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py",
-    "test_smollm2.py", "test_verified[linear", "test_verified[moe", "test_verified[",
+    "test_verified[attention_prefill", "test_verified[attention_dense", "test_decode_shared.py::test_batches",
+    "test_verified[attention", "test_verified[qk_norm_rope_attention", "test_hopper_product.py::test_products",
+    "test_hopper_product.py::test_any_plan", "test_tune_gpu.py", "test_experts.py", "test_decode_shared.py",
+    "test_decode.py", "test_decode_projected.py", "test_prefill.py", "test_cuda_graphs.py",
+    "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py", "test_smollm2.py",
+    "test_verified[linear", "test_verified[moe", "test_verified[",
 )  # fmt: skip
 # They load libraries that are compiled for a minute at first.
 _LAST = ("tests/kernels/cuda/", "tests/lab/")

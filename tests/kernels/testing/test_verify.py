@@ -183,6 +183,8 @@ def test_in_a_cuda_graph_with_new_data(op, provider):
             got = provider.fn(**op.records.group(static))
     except RuntimeError:
         torch.cuda.synchronize()
+        if provider.capturable and provider.name != "native":
+            raise
         pytest.skip("reads lengths on the host, so it cannot be captured")
     for name, value in static.items():
         if isinstance(value, torch.Tensor):

@@ -135,7 +135,7 @@ assert n >= 4 and len(compiled) == n, compiled
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.gpu
 def test_what_was_compiled_ahead_is_not_compiled_again(tmp_path):
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", COLD], env=env, check=True, timeout=300)
