@@ -99,6 +99,10 @@ class RequestMaker:
                 completion.constrain(constraint)
         return request
 
+    def has_new_grammar(self, params: SamplingParams) -> bool:
+        """Whether `make` would have to compile a grammar."""
+        return self._constraints is not None and not self._constraints.is_compiled(params)
+
     def prepare(self) -> None:
         """Do ahead what the first request with a grammar would take long for."""
         if self._constraints is not None:

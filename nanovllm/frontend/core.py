@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.processes import RankError
@@ -61,6 +62,9 @@ class EngineCore:
         self._waiter = Waiter(())
         self._entries: dict[int, _Entry] = {}
         self._by_request: dict[Request, _Entry] = {}
+        self._compiling: dict[int, list[int | None]] = {}
+        """Requests whose grammar is being compiled, and the completions of them that were aborted meanwhile."""
+        self._compiler = ThreadPoolExecutor(1, "grammars")
         self._over: dict[int, None] = {}
         """Keys of requests with completions that ended without a token in a step."""
         self._lock = threading.Lock()
@@ -79,32 +83,62 @@ class EngineCore:
         )  # fmt: skip
 
     def start(self, message: StartRequest) -> None:
-        """Queue a request; called from any thread. A request that cannot be served is told to `deliver`."""
+        """Queue a request; called from any thread. A request that cannot be served is told to `deliver`.
+
+        A grammar that is new takes up to seconds. A thread of its own compiles it, so that other requests and aborts
+        do not wait.
+        """
+        try:
+            params = SamplingParams(**message.params | {"seed": None})
+            is_new = self.engine.maker.has_new_grammar(params)
+        except Exception as error:  # of whatever kind: the thread that brings requests must go on
+            self._refuse(message.key, error)
+            return
+        if is_new:
+            with self._lock:
+                self._compiling[message.key] = []
+            try:
+                self._compiler.submit(self._start, message, params)
+            except RuntimeError:  # the engine was closed
+                self._refuse(message.key, ValueError("the engine was closed"))
+        else:
+            self._start(message, params)
+
+    def _start(self, message: StartRequest, params: SamplingParams) -> None:
         prompt = {"prompt_token_ids": message.token_ids}
         if message.cache_salt is not None:
             prompt["cache_salt"] = message.cache_salt  # type: ignore[assignment]
         try:
-            params = SamplingParams(**message.params | {"seed": None})
             request = self.engine.maker.make(prompt, params, seed=message.seed, with_text=False)
-        except Exception as error:  # of whatever kind: the thread that brings requests must go on
-            refused = isinstance(error, (ValueError, TypeError))
-            if not refused:
-                logger.exception("request %d cannot be made", message.key)
-            told = str(error) if refused else "the engine failed when it took this request"
-            failed = [(message.key, "refused" if refused else "lost", told)]
-            self._deliver(StepOutputs(self.stats(0.0), failed=failed))
+        except Exception as error:
+            self._refuse(message.key, error)
             return
         entry = _Entry(message.key, request)
         request.listener = self._listen
         with self._lock:
             self._entries[message.key] = self._by_request[request] = entry
+            aborted = self._compiling.pop(message.key, ())
         self.engine.queue(request)
+        for completion in aborted:
+            self.engine.abort(request, completion)
         self._waiter.news.set()
+
+    def _refuse(self, key: int, error: Exception) -> None:
+        """Tell `deliver` why there will be no such request."""
+        with self._lock:
+            self._compiling.pop(key, None)
+        refused = isinstance(error, (ValueError, TypeError))
+        if not refused:
+            logger.error("request %d cannot be made", key, exc_info=error)
+        told = str(error) if refused else "the engine failed when it took this request"
+        self._deliver(StepOutputs(self.stats(0.0), failed=[(key, "refused" if refused else "lost", told)]))
 
     def abort(self, message: AbortRequest) -> None:
         """Called from any thread."""
         with self._lock:
             entry = self._entries.get(message.key)
+            if message.key in self._compiling:
+                self._compiling[message.key].append(message.completion)
         if entry is not None:
             self.engine.abort(entry.request, message.completion)
             self._waiter.news.set()
@@ -112,7 +146,7 @@ class EngineCore:
     def abort_front_end(self, number: int) -> None:
         """End the requests of a front end that has gone. Called from any thread."""
         with self._lock:
-            keys = [key for key in self._entries if key // KEYS_PER_FRONT_END == number]
+            keys = [key for key in (*self._entries, *self._compiling) if key // KEYS_PER_FRONT_END == number]
         for key in keys:
             self.abort(AbortRequest(key))
 
@@ -136,6 +170,7 @@ class EngineCore:
 
     def release(self) -> None:
         """Called after `run` has returned: break the cycles that would keep the engine and its memory."""
+        self._compiler.shutdown(cancel_futures=True)
         self._deliver = lambda outputs: None
         with self._lock:
             for entry in self._entries.values():

@@ -122,6 +122,9 @@ class ConstraintMaker:
         self._size = max(vocab_size, num_tokens)
         self._end_token_ids = [token for token in end_token_ids if token < num_tokens]
         self._lock = threading.Lock()
+        """Guards `_compiled`; never held for long."""
+        self._compiling = threading.Lock()
+        """One grammar at a time is compiled, and the vocabulary once."""
         self._vocabulary: Any = None
         self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
 
@@ -129,10 +132,14 @@ class ConstraintMaker:
         """Index the vocabulary now, if grammars can be used: it takes a second or more, and other threads wait."""
         if self._tokenizer is not None and self._end_token_ids and is_installed():
             try:
-                with self._lock:
+                with self._compiling:
                     self._vocabulary_of_model()
             except ValueError:  # a request with a grammar is told
                 pass
+
+    def is_compiled(self, params: SamplingParams) -> bool:
+        """Whether `make` has its grammar already, or there is none."""
+        return params.structured_outputs is None or params.structured_outputs in self._compiled
 
     def make(self, params: SamplingParams) -> list[TokenConstraint]:
         """A constraint for each completion of a request.
@@ -161,24 +168,33 @@ class ConstraintMaker:
                 "structured_outputs: the tokenizer has no end token of this model, with which such an output ends"
             )
         with self._lock:
-            if spec not in self._compiled:
-                from llguidance import LLMatcher
+            found = self._known(spec)
+        if found is None:
+            with self._compiling:
+                with self._lock:
+                    found = self._known(spec)  # another thread may have compiled it meanwhile
+                found = found or self._new(spec)
+        return found
 
-                matcher = LLMatcher(
-                    self._vocabulary_of_model(), grammar_text(spec), log_level=0, limits=parser_limits()
-                )
-                if matcher.is_error():
-                    raise ValueError(f"{spec.called}: {plain_error(matcher.get_error())}")
-                matcher.compute_bitmask()  # copies have what the first mask took to find out
-                if matcher.is_error():
-                    raise ValueError(
-                        f"{spec.called}: its first mask is too complex: {plain_error(matcher.get_error())}"
-                    )
-                self._compiled[spec] = matcher
-                if len(self._compiled) > _COMPILED:
-                    self._compiled.popitem(last=False)
+    def _known(self, spec: StructuredOutputs) -> Any:
+        if spec in self._compiled:
             self._compiled.move_to_end(spec)
-            return self._compiled[spec]
+        return self._compiled.get(spec)
+
+    def _new(self, spec: StructuredOutputs) -> Any:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._vocabulary_of_model(), grammar_text(spec), log_level=0, limits=parser_limits())
+        if matcher.is_error():
+            raise ValueError(f"{spec.called}: {plain_error(matcher.get_error())}")
+        matcher.compute_bitmask()  # copies have what the first mask took to find out
+        if matcher.is_error():
+            raise ValueError(f"{spec.called}: its first mask is too complex: {plain_error(matcher.get_error())}")
+        with self._lock:
+            self._compiled[spec] = matcher
+            if len(self._compiled) > _COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
 
     def _vocabulary_of_model(self) -> Any:
         if self._vocabulary is None:

@@ -1,0 +1,96 @@
+"""The engine behind messages: a grammar that takes long to compile holds up nothing else."""
+
+import threading
+
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.frontend.core import EngineCore
+from nanovllm.frontend.core_messages import AbortRequest, StartRequest, params_to_send
+from tests import tiny
+
+pytest.importorskip("llguidance", reason='pip install "nanovllm[structured]"')
+PLAIN = params_to_send(SamplingParams(max_tokens=5, ignore_eos=True))
+GRAMMAR = params_to_send(SamplingParams(max_tokens=5, n=2, structured_outputs={"regex": "[ab]{9}"}))
+
+
+class SlowMaker:
+    """Makes requests as another maker does, those with a grammar when `go` is set."""
+
+    def __init__(self, maker):
+        self.maker, self.go = maker, threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.maker, name)
+
+    def make(self, prompt, params, **arguments):
+        if params.structured_outputs is not None:
+            assert self.go.wait(20)
+        return self.maker.make(prompt, params, **arguments)
+
+
+@pytest.fixture
+def core(tmp_path):
+    tiny.save_with_tokenizer(tmp_path)
+    told = []
+    made = EngineCore(EngineConfig(str(tmp_path), device="cpu", num_kvcache_blocks=16, max_model_len=64), told.append)
+    made.engine.maker = SlowMaker(made.engine.maker)
+    thread = threading.Thread(target=made.run)
+    thread.start()
+    yield made, told
+    made.engine.maker.go.set()
+    made.close()
+    thread.join()
+    made.release()
+    made.engine.check()
+
+
+def ends(told):
+    return {end.key: end.reason for outputs in told for end in outputs.ended}
+
+
+def failed(told):
+    return {key: (kind, said) for outputs in told for key, kind, said in outputs.failed}
+
+
+def wait_until(condition):
+    tick = threading.Event()
+    for _ in range(2000):
+        if condition():
+            return
+        tick.wait(0.01)
+    raise AssertionError("it does not come true")
+
+
+def test_others_run_while_a_grammar_is_compiled(core):
+    core, told = core
+    core.start(StartRequest(1, [5, 6], GRAMMAR, 1, None))
+    core.start(StartRequest(2, [5, 6], PLAIN, 2, None))
+    wait_until(lambda: ends(told))
+    (key,) = ends(told)
+    core.engine.maker.go.set()
+    wait_until(lambda: len(ends(told)) == 3)
+    assert ends(told)[key] == "length"
+    assert not core.engine.maker.has_new_grammar(SamplingParams(**GRAMMAR))
+
+
+@pytest.mark.parametrize("completion, reasons", [(None, ["abort", "abort"]), (1, ["length", "abort"])])
+def test_an_abort_comes_while_the_grammar_is_compiled(core, completion, reasons):
+    core, told = core
+    core.start(StartRequest(1, [5, 6], GRAMMAR, 1, None))
+    core.abort(AbortRequest(1, completion))
+    core.engine.maker.go.set()
+    wait_until(lambda: len(ends(told)) == 2)
+    assert [ends(told)[key] for key in sorted(ends(told))] == reasons
+
+
+def test_a_grammar_that_does_not_compile_and_an_engine_that_was_closed(core):
+    core, told = core
+    core.engine.maker.go.set()
+    wrong = GRAMMAR | {"structured_outputs": {"regex": "(?=a)b"}}
+    core.start(StartRequest(1, [5, 6], wrong, 1, None))
+    wait_until(lambda: failed(told))
+    assert failed(told)[1][0] == "refused" and "regex" in failed(told)[1][1]
+    core.start(StartRequest(2, [5, 6], GRAMMAR | {"nonsense": 1}, 1, None))
+    assert failed(told)[2][0] == "refused"
