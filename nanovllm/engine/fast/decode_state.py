@@ -341,7 +341,8 @@ def advance_rows(
     fields[_DRAW] += active
     lens += active
     position = fields[_POSITION]
-    column = (position // block_size).clip(max=table.shape[1] - 1)
+    column, last_column = position // block_size, table.shape[1] - 1
+    column = np.minimum(column, last_column) if on_host else column.clip(max=last_column)
     block = table[np.arange(len(table)), column] if on_host else table.gather(1, column[:, None])[:, 0]
     fields[_KV_SLOT] = kv_slot(block, position, block_size)
     if ring is not None and cell is not None:

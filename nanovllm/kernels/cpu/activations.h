@@ -6,10 +6,9 @@
 // is 2^16 times as large: that is "int8 activations". AMX takes bfloat16 instead (amx_products.h).
 #pragma once
 
-#include <vector>
-
 #include "all_tiles.h"
 #include "amx.h"
+#include "buffers.h"
 #include "maths.h"
 
 namespace nanovllm {
@@ -51,15 +50,20 @@ class Activations {
    public:
     // parts: of the integers that quantised weights are multiplied with; 0: there are none.
     Activations(int64_t count, int64_t width, int parts)
-        : stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
+        : width_(width), stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
         const size_t groups = stride_ / GROUP;
-        if (count >= AMX_TOKENS && has_amx()) {  // missing tokens are zeros
+        for (int64_t i = 0; i < count; i++) std::fill(row(i) + width, row(i) + stride_, 0.0f);
+        if (count >= AMX_TOKENS && has_amx()) {
             sums_.resize((count + Split::TOKENS - 1) / Split::TOKENS * groups);
             splits_.resize(EXACT_PARTS * sums_.size());
+            if (count % Split::TOKENS || filled_groups() < (int64_t)groups) {  // missing tokens are zeros
+                std::memset((void*)sums_.data(), 0, sums_.size() * sizeof(Floats));
+                std::memset((void*)splits_.data(), 0, splits_.size() * sizeof(Split));
+            }
         } else if (parts == 1) {
-            one_.resize(count * groups);
+            make_integers(one_, count);
         } else if (parts == EXACT_PARTS) {
-            exact_.resize(count * groups);
+            make_integers(exact_, count);
         }
     }
 
@@ -68,7 +72,7 @@ class Activations {
 
     void finish(int64_t i) {
         const int64_t groups = stride_ / GROUP;
-        for (int64_t g = 0; g < groups; g++) {
+        for (int64_t g = 0; g < filled_groups(); g++) {
             const int64_t at = i * groups + g;
             if (!splits_.empty()) split(i, g);
             if (!one_.empty()) to_integers(row(i) + g * GROUP, one_[at]);
@@ -82,6 +86,16 @@ class Activations {
     }
 
    private:
+    int64_t filled_groups() const { return (width_ + GROUP - 1) / GROUP; }
+
+    template <int P>
+    void make_integers(Buffer<Integers<P>>& to, int64_t count) {
+        const int64_t groups = stride_ / GROUP, filled = filled_groups();
+        to.resize(count * groups);
+        for (int64_t i = 0; i < count; i++)
+            std::memset((void*)(to.data() + i * groups + filled), 0, (groups - filled) * sizeof(Integers<P>));
+    }
+
     template <int P>
     static void to_integers(const float* from, Integers<P>& to) {
         constexpr float limit = P == 1 ? 127.0f : 127.0f * 65536;
@@ -91,14 +105,13 @@ class Activations {
         const float most = float_of_bits(maximum(a > b ? a : b));
         const float factor = most > 1e-30f ? limit / most : 0.0f;  // no overflow; NaN: 0
         const Ints whole[2] = {rounded(x[0] * factor), rounded(x[1] * factor)};
-        for (int h = 0; h < 2; h++) {
-            Ints rest = whole[h];
-            for (int p = 0; p < P; p++) {
-                store(to.parts[p] + h * LANES, to_bytes(rest));  // the remainder from -128 to 127
-                rest = (rest + 128) >> 8;
-            }
+        Ints low = whole[0], high = whole[1];
+        for (int p = 0; p < P; p++) {
+            const SignedBytes first = to_bytes(low), second = to_bytes(high);  // the remainders from -128 to 127
+            store(to.parts[p], first), store(to.parts[p] + LANES, second);
+            sums_of_halves(first, second, to.sums[0][p], to.sums[1][p]);  // stored bytes could not be read at once
+            low = (low + 128) >> 8, high = (high + 128) >> 8;
         }
-        for (int p = 0; p < P; p++) sums_of_halves(to.parts[p], to.sums[0][p], to.sums[1][p]);
         const int32_t total = factor > 0 ? sum(whole[0] + whole[1]) : 0;  // NaN and infinity are -2^31: no sum fits
         to.step = most / limit;
         to.sum = to.step * (float)total;
@@ -122,13 +135,13 @@ class Activations {
 #endif
     }
 
-    int64_t stride_;
+    int64_t width_, stride_;
     int parts_;
-    std::vector<float> values_;
-    std::vector<Integers<1>> one_;
-    std::vector<Integers<EXACT_PARTS>> exact_;
-    std::vector<Split> splits_;
-    std::vector<Floats> sums_;
+    Buffer<float> values_;
+    Buffer<Integers<1>> one_;
+    Buffer<Integers<EXACT_PARTS>> exact_;
+    Buffer<Split> splits_;
+    Buffer<Floats> sums_;
 };
 
 }  // namespace nanovllm

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "buffers.h"
 #include "formats.h"
 #include "maths.h"
 #include "threads.h"
@@ -65,7 +66,7 @@ inline float exponentials(float* scores, int64_t count, float& total) {
     const float top = maximum(most);
     Floats sums{};
     for (int64_t i = 0; i < padded; i += LANES) {
-        const Floats p = exponential(load<Floats>(scores + i) - top);
+        const Floats p = exponential<true>(load<Floats>(scores + i) - top);
         store(scores + i, p);
         sums += p;
     }
@@ -168,14 +169,16 @@ inline void join(const Partial* pieces, int64_t count, int64_t step, int64_t dim
 // The keys and values of one key head of a run's context: keys as [context / 16][head_dim][16], values as
 // [context][head_dim], so that the scores of 16 keys are one vector.
 struct Gathered {
-    std::vector<float> keys, values;
+    Buffer<float> keys, values;
+
+    Gathered(const Run& run, int64_t dim)
+        : keys((size_t)((run.context + LANES - 1) / LANES * dim * LANES)), values((size_t)(run.context * dim)) {}
 };
 
 template <typename F>
 inline void gather(const Cache& cache, const Run& run, int64_t kv_head, Gathered& to) {
-    const int64_t dim = cache.head_dim, tiles = (run.context + LANES - 1) / LANES;
-    to.keys.assign((size_t)tiles * dim * LANES, 0.0f);
-    to.values.resize((size_t)run.context * dim);
+    const int64_t dim = cache.head_dim, tile = dim * LANES;
+    if (run.context % LANES) std::fill(to.keys.data() + to.keys.size() - tile, to.keys.data() + to.keys.size(), 0.0f);
     run.each_block(cache, 0, run.context, [&](int64_t first, int64_t count, int64_t element) {
         for (int64_t position = first; position < first + count; position++) {
             const int64_t at = element + (position - first) * cache.token_size() + kv_head * dim;
@@ -192,6 +195,37 @@ inline void gather(const Cache& cache, const Run& run, int64_t kv_head, Gathered
 // The first token that one with `context` tokens up to itself attends to.
 inline int64_t first_seen(int64_t context, int64_t window) { return window ? std::max<int64_t>(context - window, 0) : 0; }
 
+constexpr int64_t GATHER_FROM = 8;  // new tokens of a run from which on its keys are gathered first
+// Tokens that are attended for at once, and whether by two vectors of keys or of a value: a sum takes four cycles before
+// the next product can be added to it, so there are as many sums as registers hold.
+#if defined(__AVX512F__)
+constexpr int64_t QUERY_TOKENS = 8;
+constexpr bool TWO_VECTORS = true;
+#else
+constexpr int64_t QUERY_TOKENS = 4;
+constexpr bool TWO_VECTORS = false;
+#endif
+
+// out[m] = scales[m] times the sum over k < count of vector k, at vectors + k * step, times weights[m][k]; for TOKENS m, and
+// if TWO also for the vectors that lie `next` elements further. A function of its own, for which GCC keeps all in registers.
+template <int TOKENS, bool TWO>
+__attribute__((noinline)) void weighted_sums(const float* vectors, int64_t step, int64_t next, int64_t count,
+                                             const float* weights, int64_t stride, const float* scales, float* out,
+                                             int64_t out_stride) {
+    Floats low[TOKENS] = {}, high[TOKENS] = {};
+    for (int64_t k = 0; k < count; k++) {
+        const Floats a = load<Floats>(vectors + k * step), b = load<Floats>(vectors + k * step + (TWO ? next : 0));
+        for (int m = 0; m < TOKENS; m++) {
+            add_product(low[m], a, weights[m * stride + k]);
+            if (TWO) add_product(high[m], b, weights[m * stride + k]);
+        }
+    }
+    for (int m = 0; m < TOKENS; m++) {
+        store(out + m * out_stride, low[m] * scales[m]);
+        if (TWO) store(out + m * out_stride + LANES, high[m] * scales[m]);
+    }
+}
+
 // TOKENS tokens of one query head over gathered keys and values. The first attends to tokens up to `first_last`.
 template <int TOKENS>
 inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_last, const float* q, int64_t q_stride,
@@ -200,15 +234,16 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
     const int64_t tiles = (first_last + TOKENS - 1) / LANES + 1, padded = tiles * LANES;
     thread_local std::vector<float> scores;
     scores.resize((size_t)padded * TOKENS);
-    for (int64_t t = begin / LANES; t < tiles; t++) {
-        const float* keys = from.keys.data() + t * dim * LANES;
-        Floats dot[TOKENS] = {};
-        for (int64_t d = 0; d < dim; d++) {
-            const Floats key = load<Floats>(keys + d * LANES);
-            for (int m = 0; m < TOKENS; m++) add_product(dot[m], key, q[m * q_stride + d]);
-        }
-        for (int m = 0; m < TOKENS; m++) store(scores.data() + m * padded + t * LANES, dot[m] * scale);
-    }
+    float scales[TOKENS];
+    std::fill(scales, scales + TOKENS, scale);
+    auto score = [&](int64_t t, auto two) {
+        weighted_sums<TOKENS, two>(from.keys.data() + t * dim * LANES, LANES, dim * LANES, dim, q, q_stride, scales,
+                                   scores.data() + t * LANES, padded);
+    };
+    int64_t t = begin / LANES;
+    if (TWO_VECTORS)
+        for (; t + 2 <= tiles; t += 2) score(t, std::true_type{});
+    for (; t < tiles; t++) score(t, std::false_type{});
     float inverse[TOKENS];
     for (int m = 0; m < TOKENS; m++) {
         const int64_t count = first_last + m + 1;
@@ -218,22 +253,16 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
         inverse[m] = 1.0f / total;
         for (int64_t i = (count + LANES - 1) / LANES * LANES; i < padded; i++) scores[m * padded + i] = 0.0f;
     }
-    for (int64_t i = 0; i < dim; i += LANES) {
-        Floats acc[TOKENS] = {};
-        for (int64_t position = begin; position < first_last + TOKENS; position++) {
-            const Floats value = load<Floats>(from.values.data() + position * dim + i);
-            for (int m = 0; m < TOKENS; m++) add_product(acc[m], value, scores[m * padded + position]);
-        }
-        for (int m = 0; m < TOKENS; m++) store(out + m * out_stride + i, acc[m] * inverse[m]);
-    }
+    auto add = [&](int64_t first, auto two) {
+        weighted_sums<TOKENS, two>(from.values.data() + begin * dim + first, dim, LANES, first_last + TOKENS - begin,
+                                   scores.data() + begin, padded, inverse, out + first, out_stride);
+    };
+    int64_t i = 0;
+    if (TWO_VECTORS)
+        for (; i + 2 * LANES <= dim; i += 2 * LANES) add(i, std::true_type{});
+    for (; i < dim; i += LANES) add(i, std::false_type{});
 }
 
-constexpr int64_t GATHER_FROM = 8;  // new tokens of a run from which on its keys are gathered first
-#if defined(__AVX512F__)
-constexpr int64_t QUERY_TOKENS = 8;
-#else
-constexpr int64_t QUERY_TOKENS = 4;
-#endif
 
 // q: [tokens][q_stride]; out: [tokens][out_stride]; the query heads of a token side by side.
 struct Heads {
@@ -264,7 +293,7 @@ inline void attend_short_runs(Threads& threads, const Cache& cache, const std::v
             tokens.push_back({run, run->first + i, begin, context, count, (int64_t)pieces.size() - count});
         }
     std::vector<Partial> partials(pieces.size() * heads.count);
-    std::vector<float> outs(partials.size() * dim);
+    Buffer<float> outs(partials.size() * dim);
     for (size_t i = 0; i < partials.size(); i++) partials[i].out = outs.data() + i * dim;
     threads.run((int64_t)pieces.size() * cache.kv_heads, [&](int64_t task) {
         const int64_t kv_head = task % cache.kv_heads;
@@ -286,7 +315,9 @@ inline void attend_short_runs(Threads& threads, const Cache& cache, const std::v
 template <typename F>
 inline void attend_long_runs(Threads& threads, const Cache& cache, const std::vector<const Run*>& runs, const Heads& heads) {
     const int64_t dim = cache.head_dim, per_kv = heads.count / cache.kv_heads;
-    std::vector<Gathered> gathered(runs.size() * cache.kv_heads);
+    std::vector<Gathered> gathered;
+    for (const Run* run : runs)
+        for (int64_t head = 0; head < cache.kv_heads; head++) gathered.emplace_back(*run, dim);
     threads.run((int64_t)gathered.size(), [&](int64_t i) {
         gather<F>(cache, *runs[i / cache.kv_heads], i % cache.kv_heads, gathered[i]);
     });

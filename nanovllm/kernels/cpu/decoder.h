@@ -186,7 +186,7 @@ class Step {
     const std::vector<Run> runs_;
     float* x_;
     int64_t q_size_, kv_size_, count_;
-    std::vector<float> q_, k_, v_, up_, chosen_;
+    Buffer<float> q_, k_, v_, up_, chosen_;
     std::unique_ptr<Activations> normed_, attended_, inner_;
 };
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
+from operator import is_
 
 import torch
 
@@ -115,14 +116,14 @@ def _library() -> ctypes.CDLL:
 
 
 @cache
-def _threads(process: int, asked: str | None) -> int:
+def _threads(process: int, asked: bytes | None) -> int:
     """The threads of this process; a forked process has none of its parent's."""
-    return _library().nanovllm_threads(num_threads(asked))
+    return _library().nanovllm_threads(num_threads(None if asked is None else os.fsdecode(asked)))
 
 
 def threads() -> int:
     """The handle of this process's threads."""
-    return _threads(os.getpid(), os.environ.get("NANOVLLM_CPU_THREADS"))
+    return _threads(os.getpid(), os.environb.get(b"NANOVLLM_CPU_THREADS"))  # os.environ decodes, at every call
 
 
 class PackedMatrix:
@@ -223,7 +224,7 @@ class _Structures:
     ) -> Sequence[ctypes.Array[c_void_p]]:
         """The caches' addresses. They are mostly those of the step before."""
         caches = (*k_caches, *v_caches)
-        if len(caches) != len(self._caches) or any(a is not b for a, b in zip(caches, self._caches)):
+        if len(caches) != len(self._caches) or not all(map(is_, caches, self._caches)):
             self._caches = caches
             self._pointers = [(c_void_p * len(side))(*(c.data_ptr() for c in side)) for side in (k_caches, v_caches)]
         return self._pointers

@@ -8,11 +8,13 @@
 namespace nanovllm {
 
 // exp, to about 2 units in the last place; 0 below -87, infinity above 88.7. Coefficients: Cephes' expf.
+// IS_NEGATIVE: no x is above 0.
+template <bool IS_NEGATIVE = false>
 inline Floats exponential(Floats x) {
     const Floats low = broadcast(-87.33654f), high = broadcast(88.72283f);
     Ints too_low = x < low, too_high = x > high;
     Floats clamped = too_low ? low : x;
-    clamped = too_high ? high : clamped;
+    if (!IS_NEGATIVE) clamped = too_high ? high : clamped;
     // The nearest integer: adding 1.5 * 2^23 leaves no bits for a fraction.
     const Floats magic = broadcast(12582912.0f);
     Floats n = clamped * 1.44269504088896341f + magic;
@@ -28,11 +30,11 @@ inline Floats exponential(Floats x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     // 2^exponent in two factors: 2^128 is not a float.
-    Ints half = exponent >> 1;
+    Ints half = IS_NEGATIVE ? exponent : exponent >> 1;
     p *= (Floats)((half + 127) << 23);
-    p *= (Floats)((exponent - half + 127) << 23);
+    if (!IS_NEGATIVE) p *= (Floats)((exponent - half + 127) << 23);
     p = too_low ? Floats{} : p;
-    p = too_high ? broadcast(INFINITY) : p;
+    if (!IS_NEGATIVE) p = too_high ? broadcast(INFINITY) : p;
     return x != x ? x : p;  // NaN
 }
 

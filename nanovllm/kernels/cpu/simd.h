@@ -186,18 +186,18 @@ inline Ints rounded(const Floats& values) {
     return __builtin_convertvector(values + (values < 0.0f ? broadcast(-0.5f) : broadcast(0.5f)), Ints);
 }
 
-// The sums of bytes 0 to 15 and of bytes 16 to 31.
-inline void sums_of_halves(const int8_t* bytes, int32_t& low, int32_t& high) {
+// The sums of each half's 16 bytes.
+inline void sums_of_halves(SignedBytes first, SignedBytes second, int32_t& low, int32_t& high) {
 #if defined(__AVX2__)
     // Sums of eight unsigned bytes: 128 more each.
-    const __m256i shifted = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)bytes), _mm256_set1_epi8(-128));
-    const __m256i eights = _mm256_sad_epu8(shifted, _mm256_setzero_si256());
+    const __m256i bytes = _mm256_inserti128_si256(_mm256_castsi128_si256((__m128i)first), (__m128i)second, 1);
+    const __m256i eights = _mm256_sad_epu8(_mm256_xor_si256(bytes, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
     const __m256i sixteens = _mm256_add_epi64(eights, _mm256_unpackhi_epi64(eights, eights));
     low = _mm256_cvtsi256_si32(sixteens) - 16 * 128;
     high = _mm_cvtsi128_si32(_mm256_extracti128_si256(sixteens, 1)) - 16 * 128;
 #else
     low = high = 0;
-    for (int i = 0; i < 16; i++) low += bytes[i], high += bytes[i + 16];
+    for (int i = 0; i < 16; i++) low += first[i], high += second[i];
 #endif
 }
 

@@ -1,0 +1,92 @@
+// Memory that a thread keeps from step to step. Linux hands out new memory page by page, each filled with zeros, and each
+// first access to one of them is a fault.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace nanovllm {
+
+// A thread's blocks that nothing uses now, by the logarithm of their bytes.
+class KeptMemory {
+   public:
+    ~KeptMemory() {
+        for (auto& blocks : free_)
+            for (void* block : blocks) std::free(block);
+    }
+
+    // At least 64 bytes, aligned to 64.
+    void* take(int kind) {
+        auto& blocks = free_[kind];
+        if (blocks.empty()) {
+            void* block = std::aligned_alloc(64, (size_t)1 << kind);
+            if (!block) throw std::bad_alloc();
+            return block;
+        }
+        void* block = blocks.back();
+        blocks.pop_back();
+        kept_ -= (size_t)1 << kind;
+        return block;
+    }
+
+    void give(void* block, int kind) {
+        if (kept_ + ((size_t)1 << kind) > MOST) return std::free(block);
+        free_[kind].push_back(block);
+        kept_ += (size_t)1 << kind;
+    }
+
+   private:
+    static constexpr size_t MOST = (size_t)64 << 20;  // bytes: a prompt that needs more takes a second or longer
+    std::array<std::vector<void*>, 64> free_;
+    size_t kept_ = 0;
+};
+
+inline KeptMemory& kept_memory() {
+    thread_local KeptMemory memory;
+    return memory;
+}
+
+// An array whose elements have no initial values. It is resized and destroyed in the thread that made it.
+template <typename T>
+class Buffer {
+   public:
+    Buffer() = default;
+    explicit Buffer(size_t size) { resize(size); }
+    Buffer(Buffer&& other) { *this = std::move(other); }
+    Buffer& operator=(Buffer&& other) {
+        std::swap(data_, other.data_), std::swap(size_, other.size_), std::swap(kind_, other.kind_);
+        return *this;
+    }
+    ~Buffer() {
+        if (data_) kept_memory().give(data_, kind_);
+    }
+
+    // The elements lose their values.
+    void resize(size_t size) {
+        size_ = size;
+        const int kind = std::bit_width(std::max<size_t>(64, size * sizeof(T)) - 1);
+        if (data_ && kind == kind_) return;
+        if (data_) kept_memory().give(std::exchange(data_, nullptr), kind_);
+        if (size) data_ = (T*)kept_memory().take(kind_ = kind);
+    }
+
+    T* data() { return data_; }
+    const T* data() const { return data_; }
+    T& operator[](size_t i) { return data_[i]; }
+    const T& operator[](size_t i) const { return data_[i]; }
+    size_t size() const { return size_; }
+    bool empty() const { return size_ == 0; }
+
+   private:
+    T* data_ = nullptr;
+    size_t size_ = 0;
+    int kind_ = 0;
+};
+
+}  // namespace nanovllm
