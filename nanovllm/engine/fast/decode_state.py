@@ -72,6 +72,7 @@ class DecodeState:
         self._floats = self.small.view(torch.float32)
         self._block_table = torch.full((max_num_seqs, max_blocks), padding_block, dtype=torch.int32, device=device)
         self._last_tokens = paged.last_tokens
+        self._kept_views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Several[torch.Tensor]] | None = None
 
         self.num_rows = 0
         """Rows that sequences have: the first ones."""
@@ -257,36 +258,32 @@ class DecodeState:
 
         shared: with the groups that `prefixes` keeps.
         """
+        ints, context_lens, block_table, _ = self._views(num_rows)
         return DeviceBatch.from_tensors(
-            self.ints[: _KV_SLOT + 1, :num_rows],
-            self.small[_CONTEXT_LEN, :num_rows],
-            self._block_table[:num_rows],
+            ints[: _KV_SLOT + 1],
+            context_lens,
+            block_table,
             max_context_len,
             shared=self.prefixes.tensors(num_rows) if shared and self.prefixes is not None else None,
         )
 
+    def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Several[torch.Tensor]]:
+        """Of the first rows: `ints`, context lengths, block table; what sampling takes. Kept from step to step."""
+        if self._kept_views is None or self._kept_views[1].shape[0] != num_rows:
+            ints, small, floats = (t[:, :num_rows] for t in (self.ints, self.small, self._floats))
+            sampling = (floats[_TEMPERATURE], small[_TOP_K], floats[_TOP_P], floats[_MIN_P], ints[_SEED], ints[_DRAW])
+            self._kept_views = ints, small[_CONTEXT_LEN], self._block_table[:num_rows], sampling
+        return self._kept_views
+
     def sampling_arguments(self, num_rows: int, filtered: bool) -> tuple[torch.Tensor | None, ...]:
         """What the op `sample` takes after the logits, for the first `num_rows` rows: views, as in `batch`."""
-        filters = (self.small[_TOP_K], self._floats[_TOP_P], self._floats[_MIN_P])
-        return (
-            self._floats[_TEMPERATURE, :num_rows],
-            *(f[:num_rows] if filtered else None for f in filters),
-            self.ints[_SEED, :num_rows],
-            self.ints[_DRAW, :num_rows],
-        )
+        temperature, *filters, seed, draw = self._views(num_rows)[3]
+        return temperature, *(filters if filtered else [None] * len(filters)), seed, draw
 
     def advance(self, tokens: torch.Tensor) -> None:
         """On the device: the first len(tokens) rows continue with these tokens [n] int64; padding rows stay."""
-        n = len(tokens)
-        self._advance(
-            tokens,
-            self.ints[:, :n],
-            self.small[_CONTEXT_LEN, :n],
-            self._block_table[:n],
-            self._last_tokens,
-            self.block_size,
-            *(() if self.ring is None else (self.ring.tokens, self.ring.count)),
-        )
+        ring = () if self.ring is None else (self.ring.tokens, self.ring.count)
+        self._advance(tokens, *self._views(tokens.shape[0])[:3], self._last_tokens, self.block_size, *ring)
 
     def advanced(self) -> None:
         """On the host: every placed row was advanced."""
