@@ -110,6 +110,17 @@ def test_activations_that_are_not_finite_stay_so(value):
         assert finite[0].all() and not finite[1].any() and finite[2:].all(), (format, activations, count)
 
 
+@pytest.mark.parametrize("format, columns", [("F32", 77), ("BF16", 200), ("E4M3", 77), ("Q4_1", 96), ("INT4_128", 128)])
+@pytest.mark.parametrize("count", [1, 9, 40])
+def test_padding_holds_nothing_of_the_product_before(format, columns, count):
+    """Both have rows of 256 elements in the same memory."""
+    before, _ = random_matrix(format, 16, 256)
+    packed, weight = random_matrix(format, 16, columns)
+    x = torch.randn(count, columns)
+    before.product(torch.full((count, 256), torch.nan))
+    assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(sorted(DTYPES)), st.integers(1, 50), st.integers(1, 300), st.integers(0, 70))
 def test_plain_matrices_have_any_size(format, rows, columns, count):
