@@ -291,8 +291,9 @@ def main(arguments: Sequence[str] | None = None, devices: Callable[[], Devices] 
 
 
 def _run_all(run: Run, gpus: list[str], processes: int, arguments: list[str]) -> None:
+    """One process, too, is a worker's, with `-n 1`: another takes its place if a test hangs."""
     libraries = [run.start([sys.executable, "-c", _LIBRARIES, name], True) for name in (".", "packed", "fp8")]
-    several = run.pytest("-m", SEVERAL_GPUS, *arguments, quiet=True) if len(gpus) > 1 else None
+    several = run.pytest("-n", "1", "-m", SEVERAL_GPUS, *arguments, quiet=True) if len(gpus) > 1 else None
     many = run.pytest(
         "-n", str(processes), "--dist", "load", "--maxschedchunk", "1", "-m", SIDE_BY_SIDE, *arguments,
         **{GPUS: ",".join(gpus)},
@@ -308,7 +309,8 @@ def _run_all(run: Run, gpus: list[str], processes: int, arguments: list[str]) ->
         run.broken.append("the tests that run alone: not begun, the time is over")
         return
     print("the tests that run alone:", flush=True)
-    run.wait(run.pytest("-m", ALONE, *arguments, CUDA_VISIBLE_DEVICES=gpus[0]), "the tests that run alone")
+    alone = run.pytest("-n", "1", "-m", ALONE, *arguments, CUDA_VISIBLE_DEVICES=gpus[0])
+    run.wait(alone, "the tests that run alone")
 
 
 if __name__ == "__main__":

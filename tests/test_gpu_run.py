@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_run import GIB_A_PROCESS, Results, num_processes
+from tests.gpu_run import GIB_A_PROCESS, Results, Run, num_processes
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -22,7 +22,13 @@ def test_sees_one_gpu(i):
         file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
 
 @pytest.mark.alone
-def test_alone(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "3" and "PYTEST_XDIST_WORKER" not in os.environ
+def test_alone(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "3" and os.environ["PYTEST_XDIST_WORKER_COUNT"] == "1"
+
+@pytest.mark.alone
+def test_alone_hangs(): time.sleep(100)
+
+@pytest.mark.alone
+def test_alone_after_it(): pass
 
 @pytest.mark.several_gpus
 def test_several(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
@@ -50,7 +56,7 @@ def run(tmp_path, *options):
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "3,5", "SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PROGRAM, "--processes", "2", *options, str(tmp_path)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=100)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300)
     _, _, summary = done.stdout.partition("= GPU tests =")
     return done.returncode, summary.splitlines(), (tmp_path / "seen").read_text().split()
 
@@ -59,20 +65,19 @@ def run(tmp_path, *options):
 def test_a_run_on_two_gpus(tmp_path):
     code, summary, seen = run(tmp_path, "--seconds-a-test", "3")
     assert code == 1 and len(seen) == 6 and set(seen) == {"3", "5"}
-    assert summary[-1].startswith("8 passed, 1 skipped, 2 failed, 0 did not end in ")
+    assert summary[-1].startswith("9 passed, 1 skipped, 3 failed, 0 did not end in ")
     assert summary[-1].endswith(" on 2 x Test 9") and not any("needs_none" in line for line in summary)
     told = "\n".join(summary)
     assert "1  no such thing" in told and "AssertionError: one is not two\n" in told
     assert "test_some.py::test_hangs\n      worker" in told and "more" not in told
 
 
-@pytest.mark.slow
-def test_a_run_whose_time_is_over(tmp_path):
-    code, summary, _ = run(tmp_path, "--seconds", "15")
-    told = "\n".join(summary)
-    assert code == 1 and "did not end:\n  test_some.py::test_hangs" in told
-    assert "the tests side by side: stopped, the time is over" in told
-    assert "the tests that run alone: not begun, the time is over" in told
+def test_a_process_whose_time_is_over_is_stopped(tmp_path):
+    run = Run(tmp_path, dict(os.environ), 0.5, 200)
+    process = run.start(["sleep", "1000"], quiet=True)
+    run.wait(process, "the tests")
+    assert run.broken == ["the tests: stopped, the time is over"] and run.seconds_left == 0
+    assert process.poll() is not None
 
 
 def test_as_many_processes_as_there_is_room_for():
