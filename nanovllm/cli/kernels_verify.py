@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import sys
@@ -61,9 +62,6 @@ def _verify(
     where, ops, _ = common.prepare(device, plugins)
     from nanovllm.kernels.testing.verify_jobs import Setting
 
-    if seed is None:
-        seed = secrets.randbelow(1 << 31)
-        print(f"--seed {seed} repeats these inputs", file=sys.stderr)
     rows: list[dict[str, Any]] = []
     for declared in common.with_provider(common.matching(ops, op), provider):
         if declared.inputs is None:
@@ -75,6 +73,9 @@ def _verify(
     pairs = [(r["op"], r["provider"]) for r in rows if r["reason"] is None]
     if not pairs:
         raise common.nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
+    if seed is None:
+        seed = secrets.randbelow(1 << 31)
+        print(f"--seed {seed} repeats these inputs", file=sys.stderr)
     setting = Setting(str(where), tuple(plugins or ()), seed, quick, jobs, timeout)
     title = f"{common.device_name(where)}: error = largest error / tolerance"
     table = None if json_file == STDOUT else _Table(title)
@@ -167,7 +168,10 @@ class _Table:
         if failures:
             ends = [end for end in ("crashed", "hung") if any(f": {end}" in f for f in failures)]
             verdict = " and ".join(ends) or f"{len(failures)} wrong"
-        error = f"{row['worst_error_over_tolerance']:.2f}"
+        worst = row["worst_error_over_tolerance"]
+        error = (
+            f"{worst:.2f}" if worst < 100 or math.isinf(worst) else f"{worst:.0e}".replace("+0", "").replace("+", "")
+        )
         counts = str(row["cases"]), str(row["skipped"])
         self._rows.add(row["op"], row["provider"], *counts, error, verdict, style="red" if failures else "")
         cases_of: dict[str, list[str]] = {}
@@ -178,6 +182,8 @@ class _Table:
             more = len(cases) - 1
             text = cases[0] + (f" and {more} more case{'s' * (more > 1)}" if more else "") + f": {what}"
             print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
+        if any(" is nan instead of " in what for what in cases_of):
+            print("  nan: not written, or computed from what lies around a tensor")
         if len(cases_of) > _MOST_SHOWN:
             print(f"  and {len(cases_of) - _MOST_SHOWN} more; `--json -` shows all")
 

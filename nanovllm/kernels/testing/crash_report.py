@@ -1,15 +1,17 @@
-"""How a process that ran a kernel ended, in words: the signal, the line of the kernel, and what to look for."""
+"""How a kernel failed, in words: the error or the signal, the line of the kernel, and what to look for."""
 
 from __future__ import annotations
 
 import linecache
 import re
 import signal
+import traceback
 from pathlib import Path
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 
 _FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
-_LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/kernels/testing/|^<")
+_LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/nanovllm/kernels/testing/|^<")
 _ACCESS = re.compile(r" in \w*(load|store|atomic)")
 """In Triton's interpreter the function that accesses memory is named for what it does."""
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
@@ -52,6 +54,46 @@ def _place(stack: str) -> tuple[str, str]:
     main = stack[max(0, stack.rfind("hread 0x")) :]
     for frame in _FRAME.finditer(main):
         if not _LIBRARIES.search(frame["path"]):
-            source = linecache.getline(frame["path"], int(frame["line"])).strip()
-            return f" at {Path(frame['path']).name}:{frame['line']}, `{source}`", main[: frame.start()]
+            return f" at {_line(frame['path'], int(frame['line']))}", main[: frame.start()]
     return "", ""
+
+
+def _line(path: str, number: int) -> str:
+    """A line of a file, with its place: "file:line, `source`"."""
+    return f"{Path(path).name}:{number}, `{linecache.getline(path, number).strip()}`"
+
+
+def place_of_frame(frame: FrameType | None) -> str:
+    """ ", at file:line, `source`" of the innermost line outside of libraries, from a frame outwards; empty if none."""
+    while frame is not None and _LIBRARIES.search(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f", at {_line(frame.f_code.co_filename, frame.f_lineno)}"
+
+
+def what_failed(error: Exception) -> str:
+    """What an error of a provider says, and the innermost line outside of libraries that raised it."""
+    first = str(error).split("\n")[0]
+    if "illegal memory access" in first:
+        return f"crashed ({first}): a load or a store without a mask?"
+    if type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
+        return what_failed(error.__cause__)  # what the kernel's code raised
+    if (message := _compiler_message(error)) is not None:
+        return message
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _LIBRARIES.search(f.filename)]
+    place = f", at {_line(frames[-1].filename, frames[-1].lineno)}" if frames and frames[-1].lineno else ""
+    hint = "; is `@triton.jit` missing above the kernel?" if "'function' object is not subscriptable" in first else ""
+    return f"{type(error).__name__}: {error}{place}{hint}"
+
+
+def _compiler_message(error: Exception) -> str | None:
+    """What Triton's compiler says of a kernel, and the line that it says it of; None for another error."""
+    inner: Any = None
+    link: BaseException | None = error
+    while link is not None and hasattr(link, "error_message") and hasattr(link, "src") and hasattr(link, "node"):
+        inner, link = link, link.__cause__
+    if inner is None:
+        return None
+    lines = (inner.src or "").split("\n")
+    number = getattr(inner.node, "lineno", 0)
+    source = f" `{lines[number - 1].strip()}`" if 0 < number <= len(lines) else ""
+    return f"the kernel does not compile:{source}: {inner.error_message or link or type(inner).__name__}"

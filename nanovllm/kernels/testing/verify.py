@@ -13,7 +13,9 @@ import torch
 from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, copy_of
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import KernelError, Provider
+from nanovllm.kernels.testing.crash_report import what_failed
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
+from nanovllm.kernels.testing.race_watch import race_watch
 
 _FEW, _ROW, _LARGE = 8, 16, 3.0
 
@@ -98,31 +100,37 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
     given = guard.surrounded(arguments)
     bound = declared.bind(given)
     try:
-        with guard:
+        with guard, race_watch() as watch:
             got = provider.fn(*bound.args, **bound.kwargs)
         damage = guard.check()
     except Exception as e:
-        return Verdict(case, failure=_what_failed(e))
-    if damage is not None:
-        return Verdict(case, failure=damage)
+        return Verdict(case, failure=what_failed(e))
+    race = None if watch is None else watch.race
+    if damage is not None or race is not None:
+        return Verdict(case, failure=damage or race)
     for name, value in arguments.items():
         mine = not isinstance(value, torch.Tensor) or name in (*declared.mutates, *declared.reuses)
         if not mine and not _same(value, given[name]):
-            return Verdict(case, failure=f"wrote to its argument {name}")
+            return Verdict(case, failure=f"wrote to its argument {name}; write to a new tensor, torch.empty_like(...)")
     if declared.compare is not None:
         return Verdict(case, failure=declared.compare(got, arguments, case.dtype))
+    if (unlike := _unlike_results(got, len(expected) - len(declared.mutates))) is not None:
+        return Verdict(case, failure=unlike)
     results = [*results_of(got), *(given[name] for name in declared.mutates)]
-    if len(results) != len(expected):
-        return Verdict(case, failure=f"gave {len(results)} results instead of {len(expected)}")
     return _compare(declared, case, results, expected, arguments)
 
 
-def _what_failed(error: Exception) -> str:
-    """An error as a verdict's failure."""
-    first = str(error).split("\n")[0]
-    if "illegal memory access" in first:
-        return f"crashed ({first}): a load or a store without a mask?"
-    return f"{type(error).__name__}: {error}"
+def _unlike_results(got: Any, wanted: int) -> str | None:
+    """Why what a provider returned is not as many tensors as wanted, or None."""
+    tensors = "None" if not wanted else "a tensor" if wanted == 1 else f"a tuple of {wanted} tensors"
+    if got is None:
+        return None if not wanted else f"returned None instead of {tensors}: is a `return` missing?"
+    results = [got] if not isinstance(got, (tuple, list)) else got
+    other = next((r for r in results if not isinstance(r, torch.Tensor)), None)
+    if other is not None:
+        inside = "" if results[0] is got else f" in a {type(got).__name__}"
+        return f"returned a {type(other).__name__}{inside} instead of {tensors}"
+    return None if len(results) == wanted else f"returned {len(results)} tensors instead of {tensors}"
 
 
 def verify_case(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
@@ -168,7 +176,7 @@ def _compare(
         if got.shape != want.shape:
             return Verdict(case, failure=f"{name} has shape {list(got.shape)} instead of {list(want.shape)}")
         if _is_float(want) and got.dtype != case.dtype and got.element_size() > 1:
-            return Verdict(case, failure=f"{name} is {got.dtype}")
+            return Verdict(case, failure=f"{name} has dtype {got.dtype} instead of {case.dtype}".replace("torch.", ""))
         if not got.numel():
             continue
         if not _is_float(want):

@@ -118,11 +118,30 @@ def test_writing_to_an_argument_fails_unless_it_is_declared():
 
 def test_other_results_fail():
     assert any("has shape" in f for f in failures(lambda x: 2 * x[:, :1]))
-    assert any("is torch.float32" in f for f in failures(lambda x: 2 * x.float()))
-    assert any("2 results instead of 1" in f for f in failures(lambda x: (x, x)))
+    assert any("dtype float32 instead of bfloat16" in f for f in failures(lambda x: 2 * x.float()))
+    assert any("returned 2 tensors instead of a tensor" in f for f in failures(lambda x: (x, x)))
+    assert all("returned None instead of a tensor: is a `return` missing?" in f for f in failures(lambda x: None))
+    assert all("returned a float in a list instead of a tensor" in f for f in failures(lambda x: [1.0]))
+    assert all("returned a str instead of a tensor" in f for f in failures(lambda x: "2x"))
     assert all(
         "NotImplementedError: no" in f for f in failures(lambda x: (_ for _ in ()).throw(NotImplementedError("no")))
     )
+
+
+def test_an_error_names_the_line_that_raised_it():
+    def raises(x):
+        return undefined_name  # noqa: F821
+
+    (said,) = {f.partition(": ")[2] for f in failures(raises)}
+    assert said.startswith("NameError: name 'undefined_name' is not defined, at test_verify.py:")
+    assert "`return undefined_name" in said
+
+
+def test_a_kernel_without_its_decorator_is_named():
+    def kernel(x):
+        pass
+
+    assert all("is `@triton.jit` missing above the kernel?" in f for f in failures(lambda x: kernel[(1,)](x)))
 
 
 def test_overflow_must_be_overflow():
