@@ -44,7 +44,8 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
     except (ValueError, TypeError, FileNotFoundError, RuntimeError) as e:
         if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):
             raise
-        say(f"{erased_line()}{name}: {e}", sys.stderr)
+        print(erased_line(), end="", file=sys.stderr)
+        say(f"{name}: {e}", sys.stderr)
         code = 1
     sys.exit(code)
 

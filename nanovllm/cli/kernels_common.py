@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanovllm.arguments import full_dtype
-from nanovllm.console import import_torch, working
+from nanovllm.console import import_torch, say, working
 from nanovllm.json_output import HELP, check_target
 
 if TYPE_CHECKING:
@@ -41,12 +42,16 @@ def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[
     import_torch()
     from nanovllm.hardware.devices import select_device
     from nanovllm.kernels import all_ops, load_plugins
+    from nanovllm.kernels.op.selection import NOTHING_REGISTERED, registered_by
     from nanovllm.kernels.testing.plugin_check import reject_crashing
 
     with working(f"loading {', '.join(plugins or ())}"):
         reject_crashing(plugins or ())
         where = select_device(device)
         origins = load_plugins(plugins or ())
+    for origin in origins:
+        if not registered_by(origin):
+            say(f"WARNING kernel plugin {origin} serves no op: {NOTHING_REGISTERED}", sys.stderr)
     return where, dict(sorted(all_ops().items())), origins
 
 

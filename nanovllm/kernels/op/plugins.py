@@ -10,12 +10,15 @@ an error; if it is installed, a warning, and a reason that `nanovllm kernels lis
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.abc import SourceLoader
@@ -86,13 +89,28 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
                 if op_name not in known:
                     torch_library.register_or_warn(declared)
         except (Exception, SystemExit) as e:  # whatever a plugin's code raises
-            failure = f"{type(e).__name__}: {e}"
-            if isinstance(e, FileNotFoundError) and e.filename == name:
-                failure = "there is no such file"
-            if isinstance(e, ModuleNotFoundError) and e.name == name:
-                failure += "; a file is named with its path and .py"
+            failure = _what_failed(name, e)
         _loaded[name] = _Loaded(text, failure)
     return _loaded[name].failure is None
+
+
+def _what_failed(name: str, error: BaseException) -> str:
+    """Why a plugin could not be loaded: the error, the line of the plugin's file, and what was probably meant."""
+    if isinstance(error, FileNotFoundError) and error.filename == name:
+        return "there is no such file"
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        text += "; a file is named with its path and .py"
+    elif isinstance(error, ImportError) and (missing := _NOT_THERE.match(str(error))) is not None:
+        imported, module = missing.groups()
+        text = f"{type(error).__name__}: {module} has no {imported!r}"
+        if nearest := difflib.get_close_matches(imported, dir(sys.modules.get(module)), n=1):
+            text += f"; did you mean {nearest[0]!r}?"
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == name]
+    return f"line {lines[-1]}: {text}" if lines else text
+
+
+_NOT_THERE = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
 
 
 def _forget(name: str) -> None:

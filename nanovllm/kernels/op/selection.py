@@ -154,15 +154,23 @@ def resolve_kernels(
     return Kernels(chosen)
 
 
+NOTHING_REGISTERED = "it registers no provider and declares no op; @OP.provider('NAME') above a function does"
+
+
+def registered_by(plugin: str) -> list[tuple[OpDeclaration, Provider]]:
+    """The providers of a plugin, and those of its ops."""
+    return [(o, p) for o in all_ops().values() for p in o.providers.values() if plugin in (p.origin, o.origin)]
+
+
 def _warn_if_it_serves_nothing(
     plugin: str, device: torch.device, use_custom_kernels: bool, chosen: Mapping[str, Provider]
 ) -> None:
     """Warn of a plugin that was named, if no op runs a provider of it, with the reasons."""
-    registered = [(o, p) for o in all_ops().values() for p in o.providers.values() if plugin in (p.origin, o.origin)]
+    registered = registered_by(plugin)
     if any(chosen[declared.name] is provider for declared, provider in registered):
         return
     if not registered:
-        reasons = ["it registers no provider and declares no op"]
+        reasons = [NOTHING_REGISTERED]
     elif not use_custom_kernels:
         reasons = ["use_custom_kernels=False selects the reference of every op"]
     else:

@@ -31,8 +31,8 @@ def test_what_fails_half_way_is_taken_back_whole(plugin):
     with pytest.raises(ValueError) as error:
         load_plugins([path])
     assert {name: dict(declared.providers) for name, declared in all_ops().items()} == before
-    assert failures() == {path: "OSError: no more fish"}
-    assert str(error.value) == f"kernel plugin {path}: OSError: no more fish"
+    assert failures() == {path: "line 24: OSError: no more fish"}
+    assert str(error.value) == f"kernel plugin {path}: line 24: OSError: no more fish"
     assert not [m for m in sys.modules if m.startswith("nanovllm_kernel_plugin_my_kernels")]
 
 
