@@ -60,7 +60,8 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, json_file: str 
         if found["shift"] is not None:
             later = ", ".join(f"nest {i} by {s}" for i, s in enumerate(found["shift"], 1) if any(s))
             print(f"All loops can be fused with a delay: {later}.")
-    print(found["fused"])
+    if found["fused_levels"]:
+        print(found["fused"])
     if found.get("tiles_forbidden_by"):
         print(f"Tiles are not legal: {found['tiles_forbidden_by']}")
     elif "tile" in found:

@@ -52,8 +52,8 @@ def print_measured(rows: Sequence[Comparison]) -> None:
     )  # fmt: skip
     cells = [
         (
-            f"{r.number}", r.ops, r.inputs, f"{1e6 * r.predicted_unfused:.1f}", _cell(r.unfused),
-            f"{1e6 * r.predicted_fused:.1f}", _cell(r.compile), _cell(r.ours), r.served,
+            f"{r.number}", r.ops, r.inputs, _us(r.predicted_unfused), _cell(r.unfused),
+            _us(r.predicted_fused), _cell(r.compile), _cell(r.ours), r.served,
         )
         for r in rows
     ]  # fmt: skip
@@ -91,7 +91,13 @@ def agreement_line(found: Agreement) -> str:
 
 
 def _cell(m: Measured) -> str:
-    return "-" if m.seconds is None else f"{1e6 * m.seconds:.1f}"
+    return "-" if m.seconds is None else _us(m.seconds)
+
+
+def _us(seconds: float) -> str:
+    """Microseconds; large ones, as on a CPU, without a fraction: nine columns fit 80 characters."""
+    us = 1e6 * seconds
+    return f"{us:.1f}" if us < 1000 else f"{us:.0f}"
 
 
 def _with_limits(r: GroupRow) -> str:
