@@ -7,7 +7,7 @@ python example.py --model ~/models/Qwen3-0.6B --prompt "Why is the sky blue?" --
 import argparse
 import time
 
-from nanovllm.console import StatusLine, run_program
+from nanovllm.console import StatusLine, run_program, show_warnings
 
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
@@ -30,6 +30,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    show_warnings()
     started = time.perf_counter()
     status = StatusLine()
     status.show("Loading ...")

@@ -82,6 +82,13 @@ class LogFormatter(logging.Formatter):
         return erased_line() + (_folded(text) if sys.stderr.isatty() else text)
 
 
+def show_warnings() -> None:
+    """Warnings and errors that are logged go to standard error, as `LogFormatter` writes them."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+
+
 class StatusLine:
     """A line on standard error that is replaced in place. Nothing is shown if standard error is not a terminal."""
 

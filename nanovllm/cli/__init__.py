@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from nanovllm.cli.option_records import takes_records
 from nanovllm.cli.plan import app as plan_app
 from nanovllm.cli.serve import serve as serve_command
 from nanovllm.cli.tune import tune as tune_command
-from nanovllm.console import LogFormatter, StatusLine, run_program, say
+from nanovllm.console import StatusLine, run_program, say, show_warnings
 from nanovllm.garbage_collector import collector_off
 
 if TYPE_CHECKING:
@@ -209,7 +208,5 @@ app.command("device", short_help="What a GPU has, and what it sustains.")(device
 
 def main() -> None:
     """Run the command line, and answer what a user can mend in one line without a traceback."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    show_warnings()
     run_program("nanovllm", app)
