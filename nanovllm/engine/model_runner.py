@@ -16,7 +16,14 @@ from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import Batch, DeviceBatch, to_device
 from nanovllm.engine.fast.paths import FastPaths
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, LogprobsTensors, compute_logprobs
-from nanovllm.engine.model_setup import StartTimer, StepLimits, num_kvcache_blocks, select_dtype, within_blocks
+from nanovllm.engine.model_setup import (
+    StartTimer,
+    StepLimits,
+    num_kvcache_blocks,
+    report_op_by_op,
+    select_dtype,
+    within_blocks,
+)
 from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
@@ -52,10 +59,8 @@ class ModelRunner:
         limits = StepLimits.of(config, checkpoint.config, self.dtype, device)
         on_gpu = device.type == "cuda"
         reason = refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
-        if reason and config.cpu_activations != "float32":
-            raise ValueError(f"cpu_activations={config.cpu_activations!r}: needs packed weights, but {reason}")
-        if reason and kernels.providers["decoder_step"] != "native":
-            logger.info("the layers run op by op: %s", reason)
+        if reason:
+            report_op_by_op(reason, config, checkpoint, device)
         timer = StartTimer()
         with torch.inference_mode(), on_device(device), collector_off(gc.collect) if on_gpu else nullcontext():
             self.model = load_model(

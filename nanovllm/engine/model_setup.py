@@ -16,6 +16,7 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.packed_decoder import NOT_SELECTED, missing_kernels
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.checkpoint import Checkpoint
 
@@ -43,6 +44,24 @@ def select_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> tor
     if name == "auto":
         name = checkpoint.config.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     return getattr(torch, name)
+
+
+def report_op_by_op(reason: str, config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Log why a model's layers do not run as one op. It is a warning if kernels that were wanted cannot run.
+
+    Raises:
+        ValueError: an argument needs that op.
+    """
+    choice = config.use_custom_kernels, checkpoint.config.use_custom_kernels
+    missing = None
+    if reason == NOT_SELECTED and next((c for c in choice if c is not None), True):
+        missing = missing_kernels(device)
+    if config.cpu_activations != "float32":
+        raise ValueError(f"cpu_activations={config.cpu_activations!r}: needs packed weights, but {missing or reason}")
+    if missing:
+        logger.warning("the layers run op by op in PyTorch, which is several times slower: %s", missing)
+    elif device.type == "cpu":
+        logger.info("the layers run op by op: %s", reason)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 
-from nanovllm.kernels import Kernels
+from nanovllm.kernels import Kernels, all_ops
 from nanovllm.kernels.cpu.library import PLAIN, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderLayerWeights, DecoderWeights
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
@@ -15,11 +15,13 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Rows
 from nanovllm.models.registry import model_class
 
+NOT_SELECTED = "no provider of decoder_step was selected"
+
 
 def refusal(
     config: ModelConfig, kernels: Kernels, dtype: torch.dtype, cache_dtype: torch.dtype, num_ranks: int = 1
 ) -> str | None:
-    """Why a model's layers cannot run as one op here; None: they can.
+    """Why a model's layers cannot run as one op here; None: they can. `NOT_SELECTED` if that is the only reason.
 
     Args:
         dtype: the dtype of the model.
@@ -27,14 +29,19 @@ def refusal(
     """
     if num_ranks > 1:
         return f"tensor_parallel_size={num_ranks}: the processes run the layers op by op"
-    if kernels.providers.get("decoder_step", "native") == "native":
-        return "no provider of decoder_step was selected"
     for name, value in (("dtype", dtype), ("kv_cache_dtype", cache_dtype)):
         if value not in PLAIN:
             return f"{name}={value}: expected float32, bfloat16 or float16"
     if config.head_dim % 16:
         return f"head_dim={config.head_dim}: expected a multiple of 16"
-    return _unlike_llama(config)
+    if (reason := _unlike_llama(config)) is not None:
+        return reason
+    return NOT_SELECTED if kernels.providers.get("decoder_step", "native") == "native" else None
+
+
+def missing_kernels(device: torch.device) -> str | None:
+    """Why the C++ kernels, which run a model's layers as one op on a CPU, cannot run; None: they can, or on a GPU."""
+    return all_ops()["decoder_step"].providers["cpu"].support(device) if device.type == "cpu" else None
 
 
 def _unlike_llama(config: ModelConfig) -> str | None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.cpu import build
 from nanovllm.kernels.external import onednn
 from nanovllm.layers.packed_weight import PackedWeight, bytes_and_weights
 from nanovllm.layers.prepacked_matrix import PrepackedMatrix
@@ -101,3 +102,23 @@ def test_parts_of_a_prepacked_matrix_are_those_of_the_dense_one():
     assert matrix.not_finite() == 0
     broken = torch.full((4, 4), float("nan"))
     assert PrepackedMatrix(onednn.prepack_linear(broken)).not_finite() == 16
+
+
+def test_without_compiled_kernels_a_warning_says_why(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    cached = build.compiler, build.cpu_support
+    for one in cached:
+        one.cache_clear()
+    try:
+        tiny.save(tmp_path)
+        LLM(tmp_path, **OPTIONS)
+        assert "the layers run op by op in PyTorch, which is several times slower: CXX='/nowhere/c++'" in caplog.text
+        with pytest.raises(ValueError, match="='int8': needs packed weights, but CXX='/nowhere"):
+            LLM(tmp_path, cpu_activations="int8", **OPTIONS)
+        caplog.clear()
+        LLM(tmp_path, use_custom_kernels=False, **OPTIONS)  # nothing that was wanted is missing
+        assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    finally:
+        monkeypatch.undo()
+        for one in cached:
+            one.cache_clear()

@@ -1,15 +1,17 @@
 """Compiles the C++ kernels for this machine's processor at their first use; says beforehand whether that can work.
 
 The library is built in a few seconds with the system's compiler, and kept in `$NANOVLLM_CACHE` (else ~/.cache/nanovllm)
-under a hash of the sources, the flags, the compiler's version and the processor's features: it is never stale. Several
-processes may want it at once, such as a server's replicas: one builds it into a file of its own and moves that into
-place, and the others wait. A library is loaded only from a directory that belongs to this user and that others cannot
-write to.
+under a hash of the sources, the flags, the compiler's version and the processor's features: it is never stale. It ends
+in a hash of its content, since the dynamic linker would map a truncated file and crash; a damaged one is built again.
+Several processes may want it at once, such as a server's replicas: one builds it into a file of its own and moves that
+into place, and the others wait. A library is loaded only from a directory that belongs to this user and that others
+cannot write to.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -32,8 +34,14 @@ FLAGS = (
 )  # fmt: skip
 _SOURCES = Path(__file__).parent
 _PARTS = 2  # of products.cpp, compiled side by side
+_SPACE = 20 << 20  # bytes that a build needs
+_DIGEST = 16  # bytes of the hash that a built library ends in
 
 logger = logging.getLogger(__name__)
+
+
+class BuildError(RuntimeError):
+    """The C++ kernels cannot be compiled. The message says what to do."""
 
 
 @cache
@@ -43,13 +51,29 @@ def cpu_support(device: torch.device) -> str | None:
         return f"the C++ kernels run on a CPU, this is {device}; use native"
     if platform.machine() not in ("x86_64", "AMD64", "aarch64", "arm64") or os.name != "posix":
         return f"the C++ kernels need Linux or macOS on x86-64 or arm64, this is {platform.machine()}; use native"
+    reason = _not_compiled()
+    if reason is None or _prebuilt_library() is not None:
+        return None
+    return "; ".join(filter(None, (prebuilt.lacking(source_key(), cpu_features()), reason)))
+
+
+def _not_compiled() -> str | None:
+    """Why no library can be compiled, or loaded where it would be; None: it can, as far as that is known."""
     try:
         path = library_path()
     except FileNotFoundError as e:
-        if _prebuilt_library() is not None:
-            return None
-        return "; ".join(filter(None, (prebuilt.lacking(source_key(), cpu_features()), str(e))))
-    return not_private(path.parent)
+        return str(e)
+    directory = path.parent
+    if (reason := not_private(directory, "NANOVLLM_CACHE")) is not None:
+        return reason
+    parent = next(p for p in (directory, *directory.parents) if p.exists())
+    if path.exists() or parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
+        return None
+    return (
+        f"the compiled C++ kernels cannot be kept in {directory}, since {parent} "
+        f"{'is read-only for this user' if parent.is_dir() else 'is a file'}; "
+        "set NANOVLLM_CACHE to a directory of your own"
+    )
 
 
 def _prebuilt_library() -> Path | None:
@@ -62,14 +86,17 @@ def compiler() -> str:
     """The path of a C++ compiler: $CXX, else c++, g++ or clang++.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is none, or CXX names none.
     """
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+    named = os.environ.get("CXX")
+    for name in (named,) if named else ("c++", "g++", "clang++"):
         if found := shutil.which(name):
             return found
-    raise FileNotFoundError(
-        "the C++ kernels need a C++ compiler; install g++ (apt install g++), or set CXX; use native"
-    )
+    if named:
+        raise FileNotFoundError(
+            f"CXX={named!r}, the compiler of the C++ kernels, is not a program; set it to the path of one, or unset it"
+        )
+    raise FileNotFoundError("the C++ kernels need a C++ compiler; install g++ (apt install g++), or set CXX")
 
 
 def flags() -> tuple[str, ...]:
@@ -107,31 +134,58 @@ def cpu_features() -> str:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library: compiled for this processor, or without a compiler the prebuilt one.
+    """The library: compiled for this processor, or if it cannot be compiled the prebuilt one.
 
     Raises:
-        FileNotFoundError: there is no compiler, and no prebuilt library.
+        FileNotFoundError: there is neither.
         RuntimeError: it does not compile (the message holds the compiler's last lines), or the prebuilt one is damaged.
     """
-    try:
-        path = library_path()
-    except FileNotFoundError:
+    if (reason := _not_compiled()) is not None:
         if (path_of_wheel := _prebuilt_library()) is None:
-            raise
+            raise FileNotFoundError(reason)
         prebuilt.check_whole(path_of_wheel)
         return ctypes.CDLL(str(path_of_wheel))
-    make_private(path.parent)
-    if not path.exists():
-        with exclusive(path.parent):
-            if not path.exists():  # else another process was faster
-                _build(path)
+    path = library_path()
+    if not _is_whole(path):
+        try:
+            make_private(path.parent, "NANOVLLM_CACHE")
+            with exclusive(path.parent):
+                if not _is_whole(path):  # else another process was faster
+                    _build(path)
+        except OSError as e:
+            raise BuildError(
+                f"the C++ kernels cannot be compiled in {path.parent}: {e.strerror}; "
+                f"set NANOVLLM_CACHE to a directory of your own with {_SPACE >> 20} MB of space"
+            ) from e
     return ctypes.CDLL(str(path))
 
 
+def _is_whole(path: Path) -> bool:
+    """Whether a library is there and as it was built."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    if content[-_DIGEST:] == _digest(content[:-_DIGEST]):
+        return True
+    logger.warning("%s is damaged: it is compiled again", path)
+    return False
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
+
+
 def _build(path: Path) -> None:
+    if shutil.disk_usage(path.parent).free < _SPACE:  # compilers fail in strange ways, or write half a file
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     logger.warning("compiling the C++ kernels for this processor: once, in about 10 s")
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-        compile_library(Path(directory), flags()).replace(path)
+        library = compile_library(Path(directory), flags())
+        content = library.read_bytes()
+        with library.open("ab") as file:  # behind what the dynamic linker maps
+            file.write(_digest(content))
+        library.replace(path)
 
 
 def compile_library(directory: Path, flags: Sequence[str], link_flags: Sequence[str] = ()) -> Path:
@@ -155,6 +209,14 @@ def _start(command: list[str]) -> subprocess.Popen[str]:
 
 def _finish(job: subprocess.Popen[str]) -> None:
     _, errors = job.communicate()
-    if job.returncode:
-        last = "\n".join(errors.splitlines()[-5:])
-        raise RuntimeError(f"the C++ kernels do not compile with {compiler()}; use_custom_kernels=False\n{last}")
+    if not job.returncode:
+        return
+    last = "\n".join(errors.splitlines()[-5:])
+    if arch := os.environ.get("NANOVLLM_CPU_ARCH"):
+        remedy = f"NANOVLLM_CPU_ARCH={arch!r}: unset it, or set it to an -march of that compiler"
+    else:
+        remedy = "set CXX to GCC 11, Clang 14 or later"
+    raise BuildError(
+        f"the C++ kernels do not compile with {compiler()}; {remedy}; or run without them: use_custom_kernels=False"
+        f"\n{last}"
+    )

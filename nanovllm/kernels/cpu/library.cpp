@@ -1,4 +1,5 @@
 // The C interface of the library. Sizes are in elements unless a name says bytes. No function throws.
+#include <system_error>
 #include <utility>
 
 #include "decoder.h"
@@ -57,7 +58,14 @@ using namespace nanovllm;
 
 extern "C" {
 
-Threads* nanovllm_threads(int32_t count) { return new Threads(count); }
+// Null: the system does not start so many threads.
+Threads* nanovllm_threads(int32_t count) {
+    try {
+        return new Threads(count);
+    } catch (const std::system_error&) {
+        return nullptr;
+    }
+}
 void nanovllm_end_threads(Threads* threads) { delete threads; }
 
 // Bytes of a weight [rows, columns] in tiles.

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.kernels.cpu.build import load_library
 from nanovllm.kernels.cpu.checkpoint_blocks import fp8_blocks, int4_blocks
+from nanovllm.kernels.cpu.cores import num_threads
 from nanovllm.kernels.cpu.memory import weight_memory
 from nanovllm.kernels.ops.checks import check_sampling
 from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderWeights
@@ -69,32 +70,6 @@ class _Batch(Structure):
     ]
 
 
-def num_threads(asked: str | None) -> int:
-    """Threads of the C++ kernels: $NANOVLLM_CPU_THREADS, else the physical cores that this process may use.
-
-    Args:
-        asked: the variable's value.
-    """
-    if asked is not None:
-        if not asked.isdecimal() or int(asked) < 1:
-            raise ValueError(f"NANOVLLM_CPU_THREADS={asked!r}: expected a positive integer")
-        return int(asked)
-    return _physical_cores()
-
-
-@cache
-def _physical_cores() -> int:
-    cores = set()
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    for cpu in allowed:
-        try:
-            with open(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") as siblings:
-                cores.add(siblings.read())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
-
-
 @cache
 def _library() -> ctypes.CDLL:
     lib = load_library()
@@ -118,7 +93,14 @@ def _library() -> ctypes.CDLL:
 @cache
 def _threads(process: int, asked: bytes | None) -> int:
     """The threads of this process; a forked process has none of its parent's."""
-    return _library().nanovllm_threads(num_threads(None if asked is None else os.fsdecode(asked)))
+    value = None if asked is None else os.fsdecode(asked)
+    count = num_threads(value)
+    handle = _library().nanovllm_threads(count)
+    if handle is None:
+        raise ValueError(
+            f"NANOVLLM_CPU_THREADS={value or 'unset'}: the system does not start {count} threads; set it to less"
+        )
+    return handle
 
 
 def threads() -> int:

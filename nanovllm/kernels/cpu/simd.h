@@ -106,9 +106,19 @@ inline float sum(const Floats& values) {
 #endif
 }
 
+// The lanes I of a, 0 to 15, and b, 16 to 31.
+template <int... I>
+inline Floats lanes(const Floats& a, const Floats& b) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, I...);
+#else
+    return __builtin_shuffle(a, b, Ints{I...});
+#endif
+}
+
 inline Floats sums_of_neighbours(const Floats& a, const Floats& b) {
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return lanes<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(a, b) +
+           lanes<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(a, b);
 }
 
 // The sums of four vectors.
@@ -116,15 +126,24 @@ inline void sums_of_four(const Floats* v, float* to) {
     typedef float Eight __attribute__((vector_size(32)));
     typedef float Four __attribute__((vector_size(16)));
     auto pairs = [](const Floats& a, const Floats& b) {  // lanes of a and b in turn, neighbours added
-        return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-               __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+        return lanes<0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30>(a, b) +
+               lanes<1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31>(a, b);
     };
     const Floats ab = pairs(v[0], v[1]), cd = pairs(v[2], v[3]);
-    const Floats abcd = __builtin_shufflevector(ab, cd, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-                        __builtin_shufflevector(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    const Floats abcd = lanes<0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29>(ab, cd) +
+                        lanes<2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31>(ab, cd);
+#if defined(__clang__) || __GNUC__ >= 12
     const Eight halves = __builtin_shufflevector(abcd, abcd, 0, 1, 2, 3, 4, 5, 6, 7) +
                          __builtin_shufflevector(abcd, abcd, 8, 9, 10, 11, 12, 13, 14, 15);
     const Four total = __builtin_shufflevector(halves, halves, 0, 1, 2, 3) + __builtin_shufflevector(halves, halves, 4, 5, 6, 7);
+#else
+    Eight eights[2];
+    std::memcpy(eights, &abcd, sizeof abcd);
+    const Eight halves = eights[0] + eights[1];
+    Four fours[2];
+    std::memcpy(fours, &halves, sizeof halves);
+    const Four total = fours[0] + fours[1];
+#endif
     store(to, total);
 }
 

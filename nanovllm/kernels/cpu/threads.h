@@ -2,7 +2,8 @@
 //
 // Within a step jobs follow each other in microseconds, so a thread without work spins for a moment. Then it sleeps: a
 // process that waits for its user takes no CPU time. The caller works too, and waits only for tasks that a thread has
-// begun: a thread that the system does not run, because another process has its core, delays no other.
+// begun: a thread that the system does not run, because another process has its core, delays no other. Several threads
+// may call, such as those of two engines: one of them has the others' help at a time.
 #pragma once
 
 #include <algorithm>
@@ -31,26 +32,26 @@ inline void pause_briefly() {
 
 class Threads {
    public:
-    // count: threads, the caller's among them.
+    // count: threads, the caller's among them. Throws std::system_error if the system starts no more.
     explicit Threads(int count) {
-        for (int i = 1; i < count; i++) workers_.emplace_back([this] { work(); });
+        try {
+            for (int i = 1; i < count; i++) workers_.emplace_back([this] { work(); });
+        } catch (...) {
+            end();
+            throw;
+        }
     }
 
-    ~Threads() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            stop_.store(true);
-        }
-        wake_.notify_all();
-        for (auto& worker : workers_) worker.join();
-    }
+    ~Threads() { end(); }
 
     int count() const { return (int)workers_.size() + 1; }
 
-    // fn(task) for every task from 0 to count - 1, in any order and thread. Not to be called within a task.
+    // fn(task) for every task from 0 to count - 1, in any order and thread. Not to be called within a task. While another
+    // thread's job runs, the caller does all tasks.
     template <typename Fn>
     void run(int64_t count, Fn&& fn) {
-        if (count <= 1 || workers_.empty()) {
+        std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
+        if (count <= 1 || workers_.empty() || !turn.try_lock()) {
             for (int64_t task = 0; task < count; task++) fn(task);
             return;
         }
@@ -90,6 +91,15 @@ class Threads {
 
    private:
     static constexpr int SPINS = 2000;  // some 20 to 60 microseconds
+
+    void end() {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            stop_.store(true);
+        }
+        wake_.notify_all();
+        for (auto& worker : workers_) worker.join();
+    }
 
     // Take tasks while there are any; whether there was one.
     bool take_tasks() {
@@ -131,6 +141,7 @@ class Threads {
     void* context_ = nullptr;
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
+    std::mutex turn_;  // held by the caller whose job runs
     std::mutex mutex_;
     std::condition_variable wake_;
     std::vector<std::thread> workers_;

@@ -168,17 +168,27 @@ def build_directory(name: str) -> Path:
     return Path(root).absolute() / name
 
 
-def not_private(directory: Path) -> str | None:
+def not_private(directory: Path, variable: str = "TORCH_EXTENSIONS_DIR") -> str | None:
     """Why nothing may be loaded from a directory: another user could have put a library there. None if it is safe.
 
     The directory and the files in it must belong to this user, and others must not be able to write to the directory,
     nor to replace it through its parent. A directory that does not exist is private: `make_private` creates it.
+
+    Args:
+        variable: the environment variable that names where libraries are.
     """
-    if not directory.exists():
+    remedy = f"remove it, and it is built again, or set {variable} to a directory of your own"
+    try:
+        files = sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    remedy = "remove it, and it is built again, or set TORCH_EXTENSIONS_DIR to a directory of your own"
-    for path in (directory, *directory.iterdir()):
-        owner = path.lstat().st_uid
+    except OSError as e:
+        return f"{directory}, which compiled libraries are loaded from, cannot be read: {e.strerror}; {remedy}"
+    for path in (directory, *files):
+        try:
+            owner = path.lstat().st_uid
+        except FileNotFoundError:  # another process has built a library and removed its own folder
+            continue
         if owner != os.geteuid():
             return f"{path} belongs to the user with the id {owner}, not to this one ({os.geteuid()}); {remedy}"
     if directory.stat().st_mode & 0o022:
@@ -189,10 +199,14 @@ def not_private(directory: Path) -> str | None:
     return None
 
 
-def make_private(directory: Path) -> None:
-    """Create a directory for libraries if there is none. Raises RuntimeError if other users can write to it."""
+def make_private(directory: Path, variable: str = "TORCH_EXTENSIONS_DIR") -> None:
+    """Create a directory for libraries if there is none. Raises RuntimeError if other users can write to it.
+
+    Args:
+        variable: as of `not_private`.
+    """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    reason = not_private(directory)
+    reason = not_private(directory, variable)
     if reason is not None:
         raise RuntimeError(reason)
 

@@ -95,11 +95,26 @@ static void samples(Threads* threads) {
     }
 }
 
+// Calls by several threads, as of two engines.
+static void calls_at_the_same_time(Threads* threads) {
+    const std::vector<uint8_t> data = packed(threads, f32, 160, 64, true);
+    const Weight w{data.data(), 160, 64, f32, 0};
+    auto call = [&] {
+        const std::vector<float> x = floats(5 * 64);
+        std::vector<float> out(5 * 160);
+        for (int i = 0; i < 200; i++) nanovllm_product(threads, &w, x.data(), 5, out.data());
+    };
+    std::thread other(call);
+    call();
+    other.join();
+}
+
 int main() {
     Threads* threads = nanovllm_threads(3);
     products_of_every_format(threads);
     steps(threads);
     samples(threads);
+    calls_at_the_same_time(threads);
     nanovllm_end_threads(threads);
     std::puts("nothing found");
 }

@@ -3,9 +3,11 @@
 import multiprocessing
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -68,26 +70,111 @@ def load_anew(barrier):
     build.load_library()
 
 
-def test_of_several_processes_one_compiles(tmp_path, monkeypatch):
+@pytest.fixture
+def fake_compiler(tmp_path, monkeypatch):
+    """A compiler of empty libraries, with a cache of its own; the file of its calls."""
     calls, compiler = tmp_path / "calls", tmp_path / "c++"
     compiler.write_text(
         f'#!/bin/sh\n[ "$1" = --version ] && exit\necho "$*" >> {calls}\nfor last; do :; done\n'
         f'exec {build.compiler()} -shared -fPIC -x c++ /dev/null -o "$last"\n'
     )
     compiler.chmod(0o755)
+    calls.touch()
     monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("NANOVLLM_CPU_ARCH", raising=False)
+    forget()
+    yield calls
+    monkeypatch.undo()
+    forget()
+
+
+def forget():
+    for function in (build.compiler, build.cpu_support, build.load_library):
+        function.cache_clear()
+
+
+def compiled_parts(calls):
+    return sum(" -c " in call for call in calls.read_text().splitlines())
+
+
+def test_of_several_processes_one_compiles(fake_compiler):
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(3)
+    processes = [context.Process(target=load_anew, args=(barrier,)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert compiled_parts(fake_compiler) == 3  # the parts of the library, each once
+
+
+@pytest.mark.parametrize("keep", [0, 100, 5000])
+def test_a_damaged_library_is_compiled_again(fake_compiler, caplog, keep):
+    """The dynamic linker maps a truncated file, and the process ends with a bus error."""
+    build.load_library()
+    path = build.library_path()
+    content = path.read_bytes()
+    build.load_library.cache_clear()
+    build.load_library()
+    assert compiled_parts(fake_compiler) == 3 and len(content) > 5000
+    path.unlink()  # the file that is mapped stays whole
+    path.write_bytes(content[:keep])
+    build.load_library.cache_clear()
+    build.load_library()
+    assert compiled_parts(fake_compiler) == 6 and path.read_bytes() == content
+    assert f"{path} is damaged: it is compiled again" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(fake_compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOVLLM_CACHE", str(fake_compiler))  # a file
+    reason = build.cpu_support(torch.device("cpu"))
+    assert f"cannot be kept in {fake_compiler}/cpu, since {fake_compiler} is a file; set NANOVLLM_CACHE" in reason
+    with pytest.raises(FileNotFoundError, match="set NANOVLLM_CACHE to a directory of your own"):
+        build.load_library()
+    open_to_all = tmp_path / "open"
+    (open_to_all / "cpu").mkdir(parents=True)
+    (open_to_all / "cpu").chmod(0o777)
+    monkeypatch.setenv("NANOVLLM_CACHE", str(open_to_all))
+    build.cpu_support.cache_clear()
+    reason = build.cpu_support(torch.device("cpu"))
+    assert f"other users may write to {open_to_all}/cpu" in reason and "set NANOVLLM_CACHE" in reason
+
+
+def test_a_full_disk_is_named(fake_compiler, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=400_000))
+    with pytest.raises(build.BuildError, match="No space left on device; set NANOVLLM_CACHE to .* with 20 MB of space"):
+        build.load_library()
+    assert compiled_parts(fake_compiler) == 0
+
+
+def test_a_compiler_that_is_named_and_is_not_there(fake_compiler, monkeypatch):
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    forget()
+    assert build.cpu_support(torch.device("cpu")).startswith("CXX='/nowhere/c++', the compiler of the C++ kernels, is")
+
+
+def test_an_unknown_processor_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    build.compiler.cache_clear()
+    monkeypatch.setenv("NANOVLLM_CPU_ARCH", "pentium9")
+    build.load_library.cache_clear()
     try:
-        context = multiprocessing.get_context("fork")
-        barrier = context.Barrier(3)
-        processes = [context.Process(target=load_anew, args=(barrier,)) for _ in range(3)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(60)
-            assert process.exitcode == 0
+        with pytest.raises(build.BuildError, match="NANOVLLM_CPU_ARCH='pentium9': unset it"):
+            build.load_library()
     finally:
-        build.compiler.cache_clear()
-    compiled = [call for call in calls.read_text().splitlines() if " -c " in call]
-    assert len(compiled) == 3, compiled  # the parts of the library, each once
+        build.load_library.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["g++-11", "g++-12", "g++-13", "g++-14", "clang++-14", "clang++-16", "clang++-19"])
+def test_older_and_newer_compilers_take_the_sources(compiler):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler}")
+    for source in ("library.cpp", "products.cpp"):
+        command = [
+            compiler, *build.FLAGS, "-march=native", "-DNANOVLLM_PARTS=1", "-DNANOVLLM_PART=0", "-fsyntax-only",
+            Path(build.__file__).parent / source,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[:3000]

@@ -1,4 +1,4 @@
-"""The threads of the C++ kernels beside a process that keeps a core busy."""
+"""The threads of the C++ kernels: beside a process that keeps a core busy, with several callers, and too many."""
 
 import os
 import subprocess
@@ -12,8 +12,6 @@ from nanovllm.kernels.cpu.build import cpu_support, load_library
 
 if (reason := cpu_support(torch.device("cpu"))) is not None:
     pytest.skip(reason, allow_module_level=True)
-if not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2:
-    pytest.skip("needs two processors and Linux", allow_module_level=True)
 
 # Jobs of some 0.1 ms, as in a step of a small model. A line on standard input asks for a measurement.
 MEASURE = """
@@ -50,7 +48,60 @@ def measured(worker):
     return [float(word) for word in worker.stdout.readline().split()]
 
 
+CALLERS = """
+import threading, torch
+from nanovllm.kernels.cpu.library import PackedMatrix
+torch.manual_seed(0)
+matrices, inputs = [PackedMatrix.of(torch.randn(300, 64)) for _ in range(3)], torch.randn(3, 5, 64)
+expected = [matrix.product(x) for matrix, x in zip(matrices, inputs)]
+
+def call(i):
+    for _ in range(1000):
+        assert torch.equal(matrices[i].product(inputs[i]), expected[i]), i
+    done.append(i)
+
+done = []
+callers = [threading.Thread(target=call, args=(i,)) for i in range(3)]
+for caller in callers:
+    caller.start()
+for caller in callers:
+    caller.join()
+print(sorted(done))
+"""
+
+TOO_MANY = """
+import resource
+from nanovllm.kernels.cpu.library import threads
+used = 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1])
+resource.setrlimit(resource.RLIMIT_AS, (used + (200 << 20), resource.RLIM_INFINITY))  # a stack takes 8 MB
+try:
+    threads()
+except ValueError as e:
+    print(e)
+"""
+
+
+def output(code, **variables):
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    return done.stdout.strip()
+
+
+def test_several_threads_call_at_the_same_time():
+    """As two engines do, each in a thread: a call releases Python's lock."""
+    assert output(CALLERS, NANOVLLM_CPU_THREADS="2") == "[0, 1, 2]"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_more_threads_than_the_system_starts_are_an_error():
+    said = "NANOVLLM_CPU_THREADS=5000: the system does not start 5000 threads; set it to less"
+    assert output(TOO_MANY, NANOVLLM_CPU_THREADS="5000") == said
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two processors and Linux"
+)
 def test_two_threads_beside_a_busy_process_are_not_slower_than_one():
     load_library()
     first, second = sorted(os.sched_getaffinity(0))[:2]
