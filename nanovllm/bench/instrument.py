@@ -240,9 +240,8 @@ def linear_work(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> W
 
 def describe_step(step: Any) -> tuple[str, str]:
     """(kind, size) of a scheduled step: ("decode", "8 sequences")."""
-    # The parts of a step that continues another are those of the first one.
-    parts = step.first if hasattr(step, "first") else step.parts
-    lengths = [part.num_tokens for part in parts]
+    # A step that continues another has as many tokens of each sequence.
+    lengths = [part.num_tokens for part in step.first_parts]
     prompts = [n for n in lengths if n > 1]
     decodes = len(lengths) - len(prompts)
     if not prompts:

@@ -131,7 +131,7 @@ class ModelRunner:
             prompt, logits = self._wanted_by_prompts(batch, logits)
         elif logits is None:
             logits = self.paged.logits(self.hidden(batch))[: len(batch.logits_rows)]
-        sampling = step.decodes
+        sampling = step.sampling_parts
         if not sampling:
             return StepResult(step, torch.empty(0, dtype=torch.int64, device=self.device), None, prompt)
         rows = [SamplingRow.of(p.seq, p.start + p.num_tokens, p.seq_slot) for p in sampling]

@@ -63,7 +63,7 @@ class ScheduledStep:
     first step of its run and the number of steps since, so that making it costs the same for any batch.
     """
 
-    first: tuple[ScheduledSequence, ...]
+    first_parts: tuple[ScheduledSequence, ...]
     """The parts of the first step of the run."""
     kind: StepKind
     offset: int = 0
@@ -89,16 +89,18 @@ class ScheduledStep:
     @cached_property
     def parts(self) -> tuple[ScheduledSequence, ...]:
         if not self.offset:
-            return self.first
-        return tuple(ScheduledSequence(p.seq, p.start + self.offset, 1, True, p.seq_slot, False) for p in self.first)
+            return self.first_parts
+        return tuple(
+            ScheduledSequence(p.seq, p.start + self.offset, 1, True, p.seq_slot, False) for p in self.first_parts
+        )
 
     @cached_property
     def sampling(self) -> tuple[Sequence, ...]:
-        """The sequences that get a token, in the order of their parts."""
-        return tuple(p.seq for p in self.first if p.samples)
+        """The sequences that get a token, in the order of `sampling_parts`."""
+        return tuple(p.seq for p in self.first_parts if p.samples)
 
     @cached_property
-    def decodes(self) -> tuple[ScheduledSequence, ...]:
+    def sampling_parts(self) -> tuple[ScheduledSequence, ...]:
         """The parts that sample; in a step of kind DECODE or PIGGYBACKED these are its decodes."""
         if self.kind is StepKind.DECODE:
             return self.parts
@@ -111,15 +113,10 @@ class ScheduledStep:
 
     def next(self) -> ScheduledStep:
         """The continuation of this step."""
-        step = ScheduledStep(self.first, self.kind, self.offset + 1)
+        step = ScheduledStep(self.first_parts, self.kind, self.offset + 1)
         step.__dict__["sampling"] = self.sampling  # the same sequences: no need to collect them again
         return step
 
     @property
     def num_tokens(self) -> int:
-        return sum(p.num_tokens for p in self.first)
-
-    @property
-    def num_decodes(self) -> int:
-        """Parts of a single token."""
-        return sum(p.num_tokens == 1 for p in self.first)
+        return sum(p.num_tokens for p in self.first_parts)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,7 +42,7 @@ class StepResult:
         step: ScheduledStep,
         token_ids: torch.Tensor | None,
         logprobs: LogprobsTensors | None = None,
-        prompt: Several[PromptLogprobs] = (),
+        prompt_logprobs: Iterable[PromptLogprobs] = (),
         order: np.ndarray | None = None,
         device: torch.device | None = None,
         rest: Callable[[StepResult], tuple[torch.Tensor, LogprobsTensors | None]] | None = None,
@@ -54,7 +53,7 @@ class StepResult:
         self._order = order
         self._device = device
         self._rest = rest
-        self.prompt_logprobs = prompt
+        self.prompt_logprobs = prompt_logprobs
         if token_ids is not None:
             self._launched(token_ids, logprobs)
 
@@ -69,8 +68,9 @@ class StepResult:
         if device.type == "cuda":
             token_ids = token_ids.to("cpu", non_blocking=True)  # no copy if it is in host memory
             logprobs = None if logprobs is None else logprobs.cpu(non_blocking=True)
-            prompt = self.prompt_logprobs
-            self.prompt_logprobs = [PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt]
+            self.prompt_logprobs = [
+                PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in self.prompt_logprobs
+            ]
             with on_device(device):
                 self._ready = torch.cuda.Event()
                 self._ready.record()

@@ -40,7 +40,7 @@ MODES = {
     "piggybacked": dict(
         max_num_batched_tokens=64,
         fast_policy=FastPolicy(
-            piggyback_prefill=True, piggyback=PiggybackSizes((32, 48), min_tokens=4, min_tokens_at_once=64)
+            piggyback_prefill=True, piggyback=PiggybackSizes((32, 48), min_tokens=4, min_full_speed_tokens=64)
         ),
     ),
 }

@@ -246,7 +246,8 @@ class Simulation:
     def _check_step(self, step: ScheduledStep) -> None:
         lengths = [p.num_tokens for p in step.parts]
         assert min(lengths) >= 1 and sum(lengths) == step.num_tokens <= self.scheduler.max_num_batched_tokens
-        assert [n == 1 for n in lengths] == [True] * step.num_decodes + [False] * (len(lengths) - step.num_decodes)
+        single = lengths.count(1)
+        assert set(lengths[:single]) <= {1}, "parts of a single token come first"
         assert len({id(p.seq) for p in step.parts}) == len({p.seq_slot for p in step.parts}) == len(lengths)
         for part in step.parts:
             seq = part.seq
@@ -262,7 +263,7 @@ class Simulation:
             self.seen.add("continued")
             if self.scheduler.waiting:
                 self.seen.add("continued while someone waits")
-        if step.num_decodes and step.num_decodes < len(lengths):
+        if 0 < single < len(lengths):
             self.seen.add("mixed")
         if step.kind is StepKind.PIGGYBACKED:
             self.seen.add("piggybacked")

@@ -25,7 +25,7 @@ make = partial(small_engine.make, num_kvcache_blocks=24, max_num_seqs=6, enforce
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_random_load(asynchronous, failures):
     """Whatever happens to the others, whoever is not aborted gets its own tokens, and all is given back."""
-    sizes = PiggybackSizes(totals=(8, 12, 20), row_multiple=2, min_tokens=2, min_tokens_at_once=4, max_pieces=2)
+    sizes = PiggybackSizes(totals=(8, 12, 20), row_multiple=2, min_tokens=2, min_full_speed_tokens=4, max_pieces=2)
     seen = set()
     for seed in range(40):
         rng, piggyback = random.Random(seed), sizes if seed % 2 == 1 else None

@@ -6,7 +6,7 @@ from nanovllm.engine.fast.policy import PiggybackSizes
 from nanovllm.sampling_params import SamplingParams
 from tests.engine.simulation import DOCUMENTS, Simulation
 
-SMALL_SIZES = PiggybackSizes(totals=(4, 6), row_multiple=2, min_tokens=1, min_tokens_at_once=2, max_pieces=2)
+SMALL_SIZES = PiggybackSizes(totals=(4, 6), row_multiple=2, min_tokens=1, min_full_speed_tokens=2, max_pieces=2)
 
 
 def drive(setup, operations):

@@ -18,7 +18,7 @@ from tests.providers import references
 NUM_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SHARED_OPS = ("attention_decode_shared", "qk_norm_rope_attention_shared")
-PIGGYBACK = dict(piggyback_prefill=True, piggyback=PiggybackSizes((32, 48), min_tokens=4, min_tokens_at_once=64))
+PIGGYBACK = dict(piggyback_prefill=True, piggyback=PiggybackSizes((32, 48), min_tokens=4, min_full_speed_tokens=64))
 MODES = {
     "plain": dict(),
     "reference": dict(fast_policy=FastPolicy.off(), enable_prefix_caching=False, use_custom_kernels=False),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Protocol
 
@@ -120,27 +119,21 @@ class DecodeGraphs:
         self._modes = modes
         self._graphs: dict[StepShape, Graph] = {}
 
-    def capture(
-        self, launch: Callable[[StepShape], object], first_call: Callable[[StepShape], object],
-        few_layers: AbstractContextManager[None]
-    ) -> None:  # fmt: skip
-        """Capture the steps that most engines need.
+    def capture(self, launch: Callable[[StepShape], object]) -> None:
+        """Capture the steps that most engines need. Every shape of `first_shapes` has run before.
 
         Args:
-            launch: runs a step of a shape on static buffers.
-            first_call: as `launch`, for steps that are not captured and compute padding alone.
-            few_layers: entered for the first calls, such as `PagedModel.few_layers`.
+            launch: runs a step of a shape on static buffers. It is an argument of `run` too and is not kept, since it
+                refers to the owner of these graphs: with such a cycle, `del llm` would not free the GPU's memory.
         """
-        with few_layers:
-            self._backend.first_calls(lambda: [first_call(shape) for shape in self._first_shapes()])
         shapes = self._shapes()
         for count, shape in enumerate(shapes, 1):
             self._graphs[shape] = self._backend.capture(partial(launch, shape))
             if count % _LOGGED_GRAPHS == 0:
                 logger.info("decode graphs: %d of %d", count, len(shapes))
 
-    def _first_shapes(self) -> list[StepShape]:
-        """What is created, compiled or measured in a first call. Small batches may have other kernels."""
+    def first_shapes(self) -> list[StepShape]:
+        """The shapes whose first call creates, compiles or measures something. Small batches may have other kernels."""
         buckets, longest = self._buckets, self._buckets.longest
         largest = buckets.batch_sizes[-1]
         small = [rows for rows in buckets.batch_sizes if rows <= _LARGEST_SMALL_BATCH]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -83,27 +83,24 @@ class DecodeRunner:
         shapes += [StepShape(rows, buckets.longest, shared=True) for rows in buckets.shared_sizes]
         shapes += [StepShape(rows, buckets.longest, piggybacked=n) for rows, n in buckets.piggybacked_sizes]
         shapes += [StepShape(rows, mode=mode) for rows in buckets.batch_sizes for mode in self._modes]
-        for shape in shapes:
-            self._first_call(shape)
+        self._first_calls(shapes)
 
-    def capture(self, logits: torch.Tensor, backend: GraphBackend, few_layers: AbstractContextManager[None]) -> None:
-        """Capture the steps that can come.
-
-        Args:
-            logits: [max_num_seqs, vocab_size], which graphs that do not sample write to.
-            few_layers: entered for the first calls before the capture, such as `PagedModel.few_layers`.
-        """
+    def capture(self, logits: torch.Tensor, backend: GraphBackend) -> None:
+        """Capture the steps that can come. logits: [max_num_seqs, vocab_size], for graphs that do not sample."""
         assert self._buckets is not None
         self.logits = logits
         graphs = DecodeGraphs(backend, self._buckets, self._modes)
-        graphs.capture(self._launch_shape, self._first_call, few_layers)
+        with self._paged.few_layers():
+            backend.first_calls(partial(self._first_calls, graphs.first_shapes()))
+        graphs.capture(self._launch_shape)
         self.graphs = graphs
 
-    def _first_call(self, shape: StepShape) -> None:
-        """Run a shape once; its piggybacked tokens are padding."""
-        if shape.piggybacked:
-            self._runs.send(NOTHING, self._runs_bucket(shape.piggybacked))
-        self._launch_shape(shape)
+    def _first_calls(self, shapes: Sequence[StepShape]) -> None:
+        """Run each shape once; piggybacked tokens are padding."""
+        for shape in shapes:
+            if shape.piggybacked:
+                self._runs.send(NOTHING, self._runs_bucket(shape.piggybacked))
+            self._launch_shape(shape)
 
     def _launch_shape(self, shape: StepShape) -> None:
         """Run what a graph of this shape holds; logits between two graphs are in the static ones."""
@@ -112,7 +109,7 @@ class DecodeRunner:
         if shape.mode is None:
             self._run_model(shape, static)
         else:
-            self._draw(self._run_model(shape) if shape.context else static, shape.mode)
+            self._sample_from_state(self._run_model(shape) if shape.context else static, shape.mode)
 
     # ---------------------------------------------------------------------------------------------- serving
 
@@ -137,7 +134,7 @@ class DecodeRunner:
         if self._piggyback is None:
             return 0
         num_tokens = sum(piece.num_tokens for piece in step.pieces)
-        counts = self._piggyback.token_counts(self._piggyback.padded_rows(len(step.decodes)))
+        counts = self._piggyback.token_counts(self._piggyback.padded_rows(len(step.sampling_parts)))
         return next((n for n in counts if n >= num_tokens), 0)
 
     def _launch(self, step: ScheduledStep, piggybacked: int) -> StepResult:
@@ -174,13 +171,13 @@ class DecodeRunner:
         try:
             with torch.inference_mode(), on_device(state.device):  # this may be called after `launch` has returned
                 if shape.mode is SamplingMode.GENERAL:
-                    logprobs = self._sample(logits[: state.num_rows], masks)
+                    logprobs = self._sample_by_host(logits[: state.num_rows], masks)
                 elif not drawn:
                     if masks is not None:
                         self._sampler.constrain(logits, masks)
                     if masks is None or self.graphs is None or not self.graphs.draw(shape):
-                        self._draw(logits, shape.mode)
-            state.advanced()
+                        self._sample_from_state(logits, shape.mode)
+            state.advance_mirror()
         except BaseException:  # as in `launch`
             state.reset()
             raise
@@ -218,8 +215,8 @@ class DecodeRunner:
         hidden = paged.model(batch.token_ids, batch.positions, paged.caches, batch.metadata, wanted)
         return paged.logits(hidden, out)
 
-    def _draw(self, logits: torch.Tensor, mode: SamplingMode | None) -> None:
-        """Sample with the parameters that the state holds, and advance it."""
+    def _sample_from_state(self, logits: torch.Tensor, mode: SamplingMode | None) -> None:
+        """Sample with the parameters that the state has on the device, and advance it."""
         if mode is SamplingMode.GREEDY:
             tokens = logits.argmax(-1)
         else:
@@ -227,8 +224,8 @@ class DecodeRunner:
             tokens = self._sampler.sample_op(logits, *self.state.sampling_arguments(len(logits), filtered))
         self.state.advance(tokens)
 
-    def _sample(self, logits: torch.Tensor, masks: StartedMasks | None) -> LogprobsTensors | None:
-        """Sample with what the host says of each row, and advance the state."""
+    def _sample_by_host(self, logits: torch.Tensor, masks: StartedMasks | None) -> LogprobsTensors | None:
+        """Sample with parameters that the host sends for each row (`SamplingMode.GENERAL`), and advance the state."""
         state = self.state
         rows = [
             SamplingRow.of(seq, position + 1, seq_slot)

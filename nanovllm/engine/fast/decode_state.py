@@ -13,7 +13,6 @@ Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kern
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
 from typing import Any
 
 import numpy as np
@@ -63,16 +62,16 @@ class DecodeState:
         self.padding_block = padding_block
         self.device = device
         self._advance = advance or advance_rows
-        self.ints = torch.zeros(_NUM_INTS, max_num_seqs, dtype=torch.int64, device=device)
-        """With `small`: the fields of every row on the device, which steps read and advance."""
-        self.ints[_KV_SLOT] = kv_slot(padding_block, 0, block_size)
-        self.ints[_SEQ_SLOT] = max_num_seqs
-        self.small = torch.zeros(_NUM_SMALL, max_num_seqs, dtype=torch.int32, device=device)
-        self.small[_CONTEXT_LEN] = 1
-        self._floats = self.small.view(torch.float32)
+        self.int64_fields = torch.zeros(_NUM_INTS, max_num_seqs, dtype=torch.int64, device=device)
+        """With `int32_fields`: the fields of every row on the device, which steps read and advance."""
+        self.int64_fields[_KV_SLOT] = kv_slot(padding_block, 0, block_size)
+        self.int64_fields[_SEQ_SLOT] = max_num_seqs
+        self.int32_fields = torch.zeros(_NUM_SMALL, max_num_seqs, dtype=torch.int32, device=device)
+        self.int32_fields[_CONTEXT_LEN] = 1
+        self._float_fields = self.int32_fields.view(torch.float32)
         self._block_table = torch.full((max_num_seqs, max_blocks), padding_block, dtype=torch.int32, device=device)
         self._last_tokens = paged.last_tokens
-        self._kept_views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Several[torch.Tensor]] | None = None
+        self._kept_views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
         self.num_rows = 0
         """Rows that sequences have: the first ones."""
@@ -122,14 +121,14 @@ class DecodeState:
             if (self._positions[:n] // self.block_size >= self._num_blocks[:n]).any():
                 changed = np.flatnonzero(_table_lengths(self.seqs) > self._num_blocks[:n]).tolist()
         else:
-            changed, moved = self._place_anew(step.decodes)
+            changed, moved = self._place_anew(step.sampling_parts)
         if changed:
             self.send(changed)
         if moved and self.prefixes is not None:
             self.prefixes.update(self.num_rows, self._positions)
         return self._rows
 
-    def _place_anew(self, parts: Several[ScheduledSequence]) -> tuple[list[int], bool]:
+    def _place_anew(self, parts: tuple[ScheduledSequence, ...]) -> tuple[list[int], bool]:
         """(rows to send, whether another sequence has one of the rows or their number has changed)"""
         n, before = len(parts), self.num_rows
         seq_slots = np.fromiter((p.seq_slot for p in parts), np.int64, n)
@@ -149,14 +148,14 @@ class DecodeState:
         self._seq_slot_of_row[rows] = seq_slots
         self._positions[rows] = starts
         for i in np.flatnonzero(here).tolist():
-            self._take(int(rows[i]), parts[i].seq)
+            self._assign(int(rows[i]), parts[i].seq)
         for row in range(n, before):
             self._seqs[row] = None
         self.num_rows, self._rows = n, rows
         self._constrained_rows = np.flatnonzero(self._constrained[:n]).tolist()
         return [*rows[here].tolist(), *range(n, before)], n != before or not keeps.all()
 
-    def _take(self, row: int, seq: Sequence) -> None:
+    def _assign(self, row: int, seq: Sequence) -> None:
         params = seq.params
         self._seqs[row] = seq
         bans = seq.stop_ids and seq.constraint is None
@@ -212,10 +211,10 @@ class DecodeState:
     def _write(self, updates: torch.Tensor, num_blocks: int) -> None:
         rows = updates[:, 0]
         tokens = resolve_tokens(updates[:, 1 + _TOKEN], self._last_tokens)
-        self.ints.index_copy_(1, rows, updates[:, 1:_FIRST_SMALL].T)
-        self.ints[_TOKEN].index_copy_(0, rows, tokens)
+        self.int64_fields.index_copy_(1, rows, updates[:, 1:_FIRST_SMALL].T)
+        self.int64_fields[_TOKEN].index_copy_(0, rows, tokens)
         small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(torch.int32)
-        self.small.index_copy_(1, rows, small[:, :_NUM_SMALL].T)
+        self.int32_fields.index_copy_(1, rows, small[:, :_NUM_SMALL].T)
         blocks = updates[:, _FIRST_BLOCK:].view(torch.int32)
         self._block_table[:, :num_blocks].index_copy_(0, rows, blocks[:, :num_blocks])
 
@@ -267,10 +266,10 @@ class DecodeState:
             shared=self.prefixes.tensors(num_rows) if shared and self.prefixes is not None else None,
         )
 
-    def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Several[torch.Tensor]]:
-        """Of the first rows: `ints`, context lengths, block table; what sampling takes. Kept from step to step."""
+    def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Of the first rows: `int64_fields`, context lengths, block table; what sampling takes. Kept from step to step."""
         if self._kept_views is None or self._kept_views[1].shape[0] != num_rows:
-            ints, small, floats = (t[:, :num_rows] for t in (self.ints, self.small, self._floats))
+            ints, small, floats = (t[:, :num_rows] for t in (self.int64_fields, self.int32_fields, self._float_fields))
             sampling = (floats[_TEMPERATURE], small[_TOP_K], floats[_TOP_P], floats[_MIN_P], ints[_SEED], ints[_DRAW])
             self._kept_views = ints, small[_CONTEXT_LEN], self._block_table[:num_rows], sampling
         return self._kept_views
@@ -285,17 +284,17 @@ class DecodeState:
         ring = () if self.ring is None else (self.ring.tokens, self.ring.count)
         self._advance(tokens, *self._views(tokens.shape[0])[:3], self._last_tokens, self.block_size, *ring)
 
-    def advanced(self) -> None:
-        """On the host: every placed row was advanced."""
+    def advance_mirror(self) -> None:
+        """On the host: a step that advances every placed row was launched."""
         self._positions[: self.num_rows] += 1
         if self.ring is not None:
-            self.ring.advanced()
+            self.ring.step_launched()
 
     def tokens(self) -> torch.Tensor:
         """[num_seqs] int64: each row's latest token. A view of the ring's cell; without a ring, of what the next
         step overwrites.
         """
-        tokens = self.ints[_TOKEN] if self.ring is None else self.ring.latest()
+        tokens = self.int64_fields[_TOKEN] if self.ring is None else self.ring.latest()
         return tokens[: self.num_rows]
 
 

@@ -64,10 +64,7 @@ class FastPaths:
             self.piggyback = Piggyback(config.max_num_seqs, self.policy.piggyback)
         self.decoder: DecodeRunner | None = None
         self.prefill: PrefillRunner | None = None
-        self._by_context = by_context(kernels)
-        self._sampling_kernel = kernels.providers["sample"] == "triton"
-        capture = self.policy.capture_sampling
-        self._capture_sampling = samples_in_graphs(kernels) if capture is None else capture
+        self._kernels = kernels
         self._logits: torch.Tensor | None = None
         if self.enabled.decode_graphs or self.enabled.prefill_graphs:
             self._logits = torch.empty((config.max_num_seqs, model.config.vocab_size), dtype=model.dtype, device=device)
@@ -78,7 +75,7 @@ class FastPaths:
         self.buckets = DecodeBuckets(
             paged.max_num_seqs,
             paged.max_model_len,
-            self._by_context,
+            by_context(self._kernels),
             policy.min_shared_rows if enabled.prefix_groups else None,
             self.piggyback,
         )
@@ -88,7 +85,7 @@ class FastPaths:
                 sampler,
                 self._decode_state(paged),
                 self.buckets if enabled.decode_padding else None,
-                self._capture_sampling,
+                samples_in_graphs(self._kernels) if policy.capture_sampling is None else policy.capture_sampling,
                 self.piggyback,
                 enabled.fill_beside,
             )
@@ -113,15 +110,19 @@ class FastPaths:
             timer.end("first steps")
 
     def _decode_state(self, paged: PagedModel) -> DecodeState:
-        on_gpu = paged.device.type == "cuda"
         prefixes = None
         if self.enabled.prefix_groups:
             cache = paged.caches[0]
             token_bytes = 2 * cache.k[0, 0].nbytes
             prefixes = PrefixGroups(paged, token_bytes, self.policy.min_shared_rows, self.policy.min_saved_bytes)
+        advance: Callable[..., None] | None = None
+        if self._kernels.providers["sample"] == "triton":
+            from nanovllm.kernels.triton.sampling.advance import advance_rows
+
+            advance = advance_rows
         # On a GPU it takes a kernel to store to the host's memory.
-        ring = TokenRing(paged.max_num_seqs, paged.device) if self._sampling_kernel or not on_gpu else None
-        return DecodeState(paged, _advance_kernel() if self._sampling_kernel else None, prefixes, ring)
+        ring = TokenRing(paged.max_num_seqs, paged.device) if advance or paged.device.type != "cuda" else None
+        return DecodeState(paged, advance, prefixes, ring)
 
     def _capture(self, logits: torch.Tensor, paged: PagedModel, warm_up: WarmUp, timer: StartTimer) -> None:
         decoder = self.decoder if self.enabled.decode_graphs else None
@@ -132,10 +133,10 @@ class FastPaths:
         make = self.policy.graph_backend or CudaGraphs
         backend: GraphBackend = make(paged.device)
         if decoder is not None:
-            decoder.capture(logits, backend, paged.few_layers())
+            decoder.capture(logits, backend)
         if prefill is not None:
             try:
-                prefill.capture(logits, backend, paged.few_layers())
+                prefill.capture(logits, backend)
             except Exception as e:
                 if current_group().size > 1:  # the other ranks go on with padded steps, of other sizes than this one's
                     raise
@@ -164,15 +165,9 @@ class FastPaths:
         """A batch for a step that runs kernel by kernel, so that kernels of the same sizes are launched again and
         again.
         """
-        if not self._by_context:
+        if not self.buckets.by_context:
             batch = replace(batch, max_context_len=self.buckets.longest)  # the bound that captured steps have
         wanted = len(batch.logits_rows)
         if not self.enabled.decode_padding or not 0 < wanted <= self.buckets.batch_sizes[-1]:
             return batch
         return replace(batch, logits_rows=np.pad(batch.logits_rows, (0, self.buckets.fit(wanted, 1)[0] - wanted)))
-
-
-def _advance_kernel() -> Callable[..., None]:
-    from nanovllm.kernels.triton.sampling.advance import advance_rows
-
-    return advance_rows

@@ -25,19 +25,19 @@ from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.step import StepBudget
 
 
-class Pace(NamedTuple):
+class PromptTokens(NamedTuple):
     """Tokens of prompts for a step: either some that are piggybacked, or some at full speed, or none."""
 
     piggybacked: int = 0
-    at_once: int = 0
+    full_speed: int = 0
 
 
-class Prompt(NamedTuple):
-    """A sequence that has no token yet.
+class PendingPrompt(NamedTuple):
+    """A prompt that is not computed, or not all of it.
 
     Attributes:
         tokens: the tokens of its prompt that are still to be computed.
-        output: tokens that it may have after them.
+        output: the most tokens that its output may have.
     """
 
     tokens: int
@@ -96,28 +96,31 @@ class Piggyback:
         prompts.extend(waiting)
         if self._ended_early or not prompts or not all(seq.offline for seq in prompts):
             return full_speed
-        pace = self.pace(
+        prompt_tokens = self.prompt_tokens(
             [seq.max_len - seq.num_tokens for seq in decodes],
             max((seq.max_len - seq.num_tokens for seq in decodes if seq.offline), default=None),
-            [Prompt(seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts],
+            [PendingPrompt(seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts],
             max_num_tokens - len(decodes),
         )
-        num_tokens = min(len(decodes) + pace.piggybacked + pace.at_once, max_num_tokens)
-        return StepBudget(num_tokens, None if pace.at_once else pace.piggybacked, self.sizes.max_pieces)
+        num_tokens = min(len(decodes) + sum(prompt_tokens), max_num_tokens)
+        piggybacked = None if prompt_tokens.full_speed else prompt_tokens.piggybacked
+        return StepBudget(num_tokens, piggybacked, self.sizes.max_pieces)
 
     # ------------------------------------------------------------------------------------------------ how many tokens
 
-    def pace(self, ends: Sequence[int], horizon: int | None, prompts: Iterable[tuple[int, int]], most: int) -> Pace:
+    def prompt_tokens(
+        self, ends: Sequence[int], horizon: int | None, prompts: Iterable[tuple[int, int]], most: int
+    ) -> PromptTokens:
         """How many tokens of prompts a step computes. There must be at least one prompt.
 
         Args:
             ends: for each sequence that decodes, the number of steps until it reaches its longest output.
             horizon: the number of steps until the last offline sequence that decodes has all its tokens; None if no
                 offline sequence decodes: then the first prompt decides.
-            prompts: as `Prompt`, in the order in which they are computed.
+            prompts: as `PendingPrompt`, in the order in which they are computed.
             most: tokens of prompts at full speed.
         """
-        left = [Prompt(*prompt) for prompt in prompts]
+        left = [PendingPrompt(*prompt) for prompt in prompts]
         end = left[0].output if horizon is None else horizon
         totals = self.sizes.totals
 
@@ -126,16 +129,16 @@ class Piggyback:
 
         for total in totals:
             if rest_in_time(0, total):
-                return Pace(piggybacked=self.room(self.padded_rows(len(ends)), total))
+                return PromptTokens(piggybacked=self.room(self.padded_rows(len(ends)), total))
         # The more prompts are computed at full speed, the fewer are left to piggyback.
         first = bisect_left(range(len(left)), True, lo=1, key=rest_in_time)
         tokens = sum(prompt.tokens for prompt in left[:first])
-        return Pace(at_once=min(max(tokens, self.sizes.min_tokens_at_once), most))
+        return PromptTokens(full_speed=min(max(tokens, self.sizes.min_full_speed_tokens), most))
 
     def _rest_in_time(
-        self, first: int, ends: Sequence[int], horizon: int, prompts: Sequence[Prompt], total: int
+        self, first: int, ends: Sequence[int], horizon: int, prompts: Sequence[PendingPrompt], total: int
     ) -> bool:
-        """Whether, with the first prompts computed at once, all others end in time if piggybacked on steps of
+        """Whether, with the first prompts computed at full speed, all others end in time if piggybacked on steps of
         `total` tokens.
         """
         outputs = [prompt.output for prompt in prompts[:first]]

@@ -31,7 +31,7 @@ class PiggybackSizes:
     """Tokens of prompts that there must be room for."""
     max_pieces: int = 16
     """Sequences whose prompts are piggybacked on one step."""
-    min_tokens_at_once: int = 1024
+    min_full_speed_tokens: int = 1024
     """Least tokens of prompts in a step that computes them at full speed: fewer would take nearly as long."""
     min_layer_bytes: int = 256 * 2**20
     """Least bytes of a layer's weights for which piggybacking pays for a second kind of attention in each layer."""

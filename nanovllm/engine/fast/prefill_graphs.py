@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -72,14 +71,12 @@ class PrefillRunner:
         """Sizes that are captured."""
         return len(self._graphs)
 
-    def capture(self, logits: torch.Tensor, backend: GraphBackend, few_layers: AbstractContextManager[None]) -> None:
+    def capture(self, logits: torch.Tensor, backend: GraphBackend) -> None:
         """Capture every size; those of full steps only if there is memory for them.
 
-        Args:
-            logits: [max_num_seqs, vocab_size], written by the graphs.
-            few_layers: entered for the first calls before the capture, such as `PagedModel.few_layers`.
+        logits: [max_num_seqs, vocab_size], written by the graphs.
         """
-        with few_layers:
+        with self._paged.few_layers():
             backend.first_calls(lambda: self.run_every_shape(logits))
         self._logits = logits
         # The largest first, so that smaller ones fit into the memory that these have.

@@ -6,7 +6,7 @@ compared when sequences come or go, and never while a run continues: a table onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Several
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from nanovllm.layers.attention import SharedPrefixes
 MAX_GROUPS = 64
 
 
-class Group(NamedTuple):
+class PrefixGroup(NamedTuple):
     """Rows that have their first `blocks` blocks in common."""
 
     blocks: int
@@ -31,7 +31,7 @@ class Group(NamedTuple):
         return self.blocks * (len(self.rows) - 1)
 
 
-def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) -> list[Group]:
+def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) -> list[PrefixGroup]:
     """The disjoint groups that together save most blocks, at equal savings the larger ones; at most `most` of them.
 
     Args:
@@ -53,7 +53,7 @@ def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) 
     rows, keys = rows[order], keys[order]
     differs = keys[1:] != keys[:-1]
     common = np.where(differs.any(1), differs.argmax(1), width).tolist()
-    groups = [Group(blocks, np.sort(rows[start:end])) for start, end, blocks in _best(common)]
+    groups = [PrefixGroup(blocks, np.sort(rows[start:end])) for start, end, blocks in _best(common)]
     groups.sort(key=lambda group: (-group.saved, group.rows[0]))
     return groups[:most]
 
@@ -102,7 +102,7 @@ class PrefixGroups:
         self._size = max_num_seqs
         self._device = torch.zeros(3 * MAX_GROUPS + 2 * max_num_seqs, dtype=torch.int32, device=device)
         self._sent = np.zeros(len(self._device), np.int32)
-        self.groups: Several[Group] = ()
+        self.groups: Sequence[PrefixGroup] = ()
         """The groups of the placed rows, whether they are used or not."""
         self.worthwhile = False
         """Whether the next step attends to shared blocks once; only then are the tensors those of this step."""

@@ -36,26 +36,26 @@ class TokenRing:
         self.on_gpu = device.type == "cuda"
         self.tokens = torch.zeros(DEPTH, max_num_seqs, dtype=torch.int64, pin_memory=self.on_gpu)
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._count = 0  # the host's mirror, right while `_in_step`
-        self._in_step = False
+        self._count = 0  # as `count`, on the host
+        self._counts_agree = False
         self._results: list[weakref.ref[StepResult] | None] = [None] * DEPTH
 
     def reset(self) -> None:
         """The device may have counted other steps than the host: make it start anew, before the next one."""
-        self._in_step = False
+        self._counts_agree = False
 
     def claim(self) -> None:
         """Before a step is launched: the cell that it will write to is free."""
-        if not self._in_step:
+        if not self._counts_agree:
             self._count = 0
             self.count.zero_()
-            self._in_step = True
+            self._counts_agree = True
         reference = self._results[self._count % DEPTH]
         result = None if reference is None else reference()
         if result is not None:
             result.token_ids()
 
-    def advanced(self) -> None:
+    def step_launched(self) -> None:
         """A step was launched."""
         self._count += 1
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.any_device
 make = partial(small_engine.make, num_kvcache_blocks=64)
 
 CAPTURED = FastPolicy(graph_backend=BACKEND, capture_sampling=True, prefill_graphs=DEVICE == "cuda")
-SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_tokens_at_once=4, max_pieces=3)
+SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_full_speed_tokens=4, max_pieces=3)
 """Of steps with piggybacked prompts, for models of a few tokens."""
 
 
@@ -108,7 +108,7 @@ def test_piggybacked_prompts_change_no_token(directory, by_length, asynchronous,
         result = decode(step)
         if step.kind is StepKind.PIGGYBACKED:
             assert result is not None
-            piggybacked.append((len(step.decodes), sum(piece.num_tokens for piece in step.pieces)))
+            piggybacked.append((len(step.sampling_parts), sum(piece.num_tokens for piece in step.pieces)))
         else:
             others.append(step)
         return result
@@ -257,16 +257,21 @@ def test_ten_thousand_replays_of_a_step_give_the_same_bits(directory, by_length,
     parts = [StepShape(rows, longest), StepShape(rows, mode=SamplingMode.PLAIN)]
     assert {whole_step, *parts} <= graphs.shapes
     with torch.inference_mode():
-        before = [t.clone() for t in (state.ints, state.small, last_tokens)]
+        before = [t.clone() for t in (state.int64_fields, state.int32_fields, last_tokens)]
 
         def watched():
             """What a step leaves for its sequences; padding rows are nobody's."""
             blocks = slice(runner.num_kvcache_blocks)
-            tensors = [state.ints[:, :num_seqs], state.small[:, :num_seqs], last_tokens[:-1], logits[:num_seqs]]
+            tensors = [
+                state.int64_fields[:, :num_seqs],
+                state.int32_fields[:, :num_seqs],
+                last_tokens[:-1],
+                logits[:num_seqs],
+            ]
             return tensors + [t[blocks] for cache in runner.paged.caches for t in (cache.k, cache.v)]
 
         def replay(whole):
-            for tensor, value in zip((state.ints, state.small, last_tokens), before):
+            for tensor, value in zip((state.int64_fields, state.int32_fields, last_tokens), before):
                 tensor.copy_(value)
             if whole:
                 assert graphs.run(whole_step, pytest.fail)

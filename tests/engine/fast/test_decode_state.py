@@ -99,12 +99,12 @@ def test_nothing_is_sent_while_nothing_changes():
     assert state.place(step).tolist() == [0, 1]
     for _ in range(2):
         state.advance(torch.tensor([1, 2]))
-        state.advanced()
+        state.advance_mirror()
         step = step.next()
         assert state.place(step).tolist() == [0, 1] and state.sent == [[0, 1]]
     first.block_table.append(7)
     state.advance(torch.tensor([1, 2]))
-    state.advanced()
+    state.advance_mirror()
     step = step.next()
     state.place(step)
     assert state.sent == [[0, 1], [0]]
@@ -121,7 +121,7 @@ def test_blocks_reserved_ahead_go_with_what_has_to_be_sent(anew):
     for position in (1, 2):
         second.block_table.append(7 + position)  # nobody needs them yet, so nobody hears of them
         state.advance(torch.tensor([1, 2, 3]))
-        state.advanced()
+        state.advance_mirror()
         step = step_of((first, 2, 2 + position), (second, 4, position), (third, 1, position)) if anew else step.next()
         if position == 2:
             first.block_table.append(7)
@@ -138,7 +138,7 @@ def test_after_a_failure_no_row_is_what_it_was():
     seqs = [make([i], 2) for i in range(5)]
     state.place(step_of(*((seq, i, 1) for i, seq in enumerate(seqs))))
     state.advance(torch.arange(5))
-    state.advanced()
+    state.advance_mirror()
     state.interrupted = True
     with pytest.raises(KeyboardInterrupt):
         state.place(step_of((seqs[3], 3, 1)))  # sent, since the row was advanced
@@ -178,7 +178,7 @@ def test_bans_end_where_min_tokens_is_reached():
         state.place(step)
         modes.append(state.sampling_mode)
         state.advance(torch.tensor([9]))
-        state.advanced()
+        state.advance_mirror()
         step = step.next()
     assert modes == [SamplingMode.GENERAL, SamplingMode.GENERAL, SamplingMode.PLAIN]
 
@@ -257,7 +257,7 @@ class StateDevice(Device):
             drawn = np.full(min(MAX_SEQS, len(rows) + 1), 12345)  # a padding row draws something too
             drawn[rows] = tokens
             state.advance(torch.from_numpy(drawn))
-            state.advanced()
+            state.advance_mirror()
             assert state.tokens()[rows].tolist() == tokens
         else:
             for part, token in zip((p for p in step.parts if p.samples), tokens):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.fast.piggyback import Pace, Piggyback
+from nanovllm.engine.fast.piggyback import Piggyback, PromptTokens
 from nanovllm.engine.fast.step_shape import DecodeBuckets
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -40,45 +40,47 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
 @pytest.mark.parametrize(
     "ends, horizon, prompts, expected",
     [
-        ([100] * 16, 100, [(2400, 90)], Pace(piggybacked=240)),  # 10 steps
-        ([100] * 16, 100, [(2401, 90)], Pace(piggybacked=368)),
-        ([100] * 16, 100, [(3680, 90)], Pace(piggybacked=368)),
-        ([100] * 16, 100, [(3681, 90)], Pace(at_once=3681)),
+        ([100] * 16, 100, [(2400, 90)], PromptTokens(piggybacked=240)),  # 10 steps
+        ([100] * 16, 100, [(2401, 90)], PromptTokens(piggybacked=368)),
+        ([100] * 16, 100, [(3680, 90)], PromptTokens(piggybacked=368)),
+        ([100] * 16, 100, [(3681, 90)], PromptTokens(full_speed=3681)),
         # It would end after the others; no fewer than 1,024 tokens go at once.
-        ([100] * 16, 100, [(700, 100)], Pace(at_once=1024)),
-        ([100] * 16, 100, [(700, 5000)], Pace(at_once=1024)),
-        ([100] * 16, 100, [(60000, 100)], Pace(at_once=16384)),
-        ([100] * 15, 100, [(1200, 90), (1200, 90)], Pace(piggybacked=240)),  # the first is a row, and there is one
-        ([100] * 16, 100, [(1200, 90), (1200, 90)], Pace(piggybacked=368)),  # it takes 16 of the other's tokens
-        ([100] * 16, 100, [(1200, 90), (1200, 85)], Pace(piggybacked=240)),
-        ([100] * 16, 100, [(1840, 90), (1840, 90)], Pace(at_once=1840)),
-        ([100] * 208, 100, [(480, 90)], Pace(piggybacked=48)),
-        ([5] * 16 + [100] * 208, 100, [(496, 88)], Pace(piggybacked=32)),  # 5 steps of 32 tokens, 7 of 48
-        ([5] * 16 + [100] * 208, 100, [(497, 88)], Pace(piggybacked=160)),
-        ([50] * 16 + [100] * 224, 100, [(320, 40)], Pace()),  # no room until the first ones end
-        ([50] * 16 + [100] * 224, 100, [(320, 41)], Pace(piggybacked=144)),
-        ([100] * 512, 100, [(1000, 10)], Pace(at_once=1024)),
-        ([], 5, [(2000, 0)], Pace(at_once=2000)),  # nothing ends before the horizon
+        ([100] * 16, 100, [(700, 100)], PromptTokens(full_speed=1024)),
+        ([100] * 16, 100, [(700, 5000)], PromptTokens(full_speed=1024)),
+        ([100] * 16, 100, [(60000, 100)], PromptTokens(full_speed=16384)),
+        # The first becomes a row, and there is one.
+        ([100] * 15, 100, [(1200, 90), (1200, 90)], PromptTokens(piggybacked=240)),
+        ([100] * 16, 100, [(1200, 90), (1200, 90)], PromptTokens(piggybacked=368)),  # it takes 16 of the other's tokens
+        ([100] * 16, 100, [(1200, 90), (1200, 85)], PromptTokens(piggybacked=240)),
+        ([100] * 16, 100, [(1840, 90), (1840, 90)], PromptTokens(full_speed=1840)),
+        ([100] * 208, 100, [(480, 90)], PromptTokens(piggybacked=48)),
+        ([5] * 16 + [100] * 208, 100, [(496, 88)], PromptTokens(piggybacked=32)),  # 5 steps of 32 tokens, 7 of 48
+        ([5] * 16 + [100] * 208, 100, [(497, 88)], PromptTokens(piggybacked=160)),
+        ([50] * 16 + [100] * 224, 100, [(320, 40)], PromptTokens()),  # no room until the first ones end
+        ([50] * 16 + [100] * 224, 100, [(320, 41)], PromptTokens(piggybacked=144)),
+        ([100] * 512, 100, [(1000, 10)], PromptTokens(full_speed=1024)),
+        ([], 5, [(2000, 0)], PromptTokens(full_speed=2000)),  # nothing ends before the horizon
         # Nobody decodes yet: the first of them sets the end.
-        ([], None, [(500, 100), (3312, 92), (600, 50)], Pace(at_once=3812)),
-        ([], None, [(500, 100), (3312, 91), (600, 50)], Pace(at_once=1024)),
-        ([], None, [(500, 100)] * 100, Pace(at_once=16384)),  # equal ones have no time to be piggybacked
-        ([900] * 16, None, [(2000, 100), (500, 90)], Pace(at_once=2000)),  # those that decode are waited for by others
-        ([100] * 16, 100, [(2000, 300), (2400, 200)], Pace(at_once=2000)),  # then the first ends last
-        ([100] * 16, 100, [(1, 99)] * 16, Pace(piggybacked=240)),
-        ([100] * 16, 100, [(1, 98)] * 33, Pace(at_once=1024)),  # no more than 16 on a step
+        ([], None, [(500, 100), (3312, 92), (600, 50)], PromptTokens(full_speed=3812)),
+        ([], None, [(500, 100), (3312, 91), (600, 50)], PromptTokens(full_speed=1024)),
+        ([], None, [(500, 100)] * 100, PromptTokens(full_speed=16384)),  # equal ones have no time to be piggybacked
+        # Those that decode are waited for by others.
+        ([900] * 16, None, [(2000, 100), (500, 90)], PromptTokens(full_speed=2000)),
+        ([100] * 16, 100, [(2000, 300), (2400, 200)], PromptTokens(full_speed=2000)),  # then the first ends last
+        ([100] * 16, 100, [(1, 99)] * 16, PromptTokens(piggybacked=240)),
+        ([100] * 16, 100, [(1, 98)] * 33, PromptTokens(full_speed=1024)),  # no more than 16 on a step
     ],
 )
-def test_pace_by_hand(ends, horizon, prompts, expected):
-    assert Piggyback(512).pace(ends, horizon, prompts, 16384) == expected
+def test_tokens_of_prompts_by_hand(ends, horizon, prompts, expected):
+    assert Piggyback(512).prompt_tokens(ends, horizon, prompts, 16384) == expected
 
 
 def test_prompts_that_lack_a_seq_slot_are_expected_to_wait_for_one():
     """Through the only free one go four, each in 17 steps and 200 more; for five there is no time."""
-    assert Piggyback(20).pace([1000] * 19, 1000, [(4000, 200)] * 4, 16384) == Pace(piggybacked=236)
-    assert Piggyback(20).pace([1000] * 19, 1000, [(4000, 200)] * 5, 16384) == Pace(at_once=8000)
-    assert Piggyback(20).pace([2] + [1000] * 19, 1000, [(472, 996)], 16384) == Pace(piggybacked=236)
-    assert Piggyback(20).pace([3] + [1000] * 19, 1000, [(472, 996)], 16384) == Pace(at_once=1024)
+    assert Piggyback(20).prompt_tokens([1000] * 19, 1000, [(4000, 200)] * 4, 16384) == PromptTokens(piggybacked=236)
+    assert Piggyback(20).prompt_tokens([1000] * 19, 1000, [(4000, 200)] * 5, 16384) == PromptTokens(full_speed=8000)
+    assert Piggyback(20).prompt_tokens([2] + [1000] * 19, 1000, [(472, 996)], 16384) == PromptTokens(piggybacked=236)
+    assert Piggyback(20).prompt_tokens([3] + [1000] * 19, 1000, [(472, 996)], 16384) == PromptTokens(full_speed=1024)
 
 
 def go(scheduler, token=2):
@@ -107,12 +109,12 @@ def run(lengths, outputs, piggyback, offline=True, slots=512):
         steps += 1
         if step.kind is StepKind.PIGGYBACKED:
             piggybacked += 1
-            counts = sizes.token_counts(sizes.padded_rows(len(step.decodes)))
+            counts = sizes.token_counts(sizes.padded_rows(len(step.sampling_parts)))
             assert all(part.decodes for part in step.decodes)
             assert sum(piece.num_tokens for piece in step.pieces) <= counts[-1]
             assert len(step.pieces) <= sizes.sizes.max_pieces
         elif step.kind is StepKind.MIXED:
-            at_once.append(step.num_tokens - step.num_decodes)
+            at_once.append(sum(part.num_tokens for part in step.parts if part.num_tokens > 1))
         scheduler.update(step, [2] * len(step.sampling))
     return piggybacked, steps, at_once
 

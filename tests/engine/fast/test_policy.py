@@ -10,7 +10,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from tests.engine.fast.replayed import ReplayedFunctions, lengths_on_the_device
 
-SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_tokens_at_once=4, max_pieces=3)
+SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_full_speed_tokens=4, max_pieces=3)
 SMALL = dict(min_shared_rows=2, min_saved_bytes=1, piggyback=SIZES, prefill_sizes=(4, 8, 24, 40))
 REPLAYED = dict(graph_backend=ReplayedFunctions, capture_sampling=True, padding=True, cuda_graphs=True)
 POLICIES = {

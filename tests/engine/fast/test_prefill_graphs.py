@@ -1,6 +1,5 @@
 """Padded steps with prompts: the same tokens as unpadded ones."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -170,10 +169,10 @@ def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, caplog, f
     logits, backend = torch.empty(11, VOCAB, device=DEVICE), NoMemory(torch.device(DEVICE), failures)
     if failures > 2:
         with pytest.raises(torch.OutOfMemoryError), torch.inference_mode():
-            prefill.capture(logits, backend, nullcontext())
+            prefill.capture(logits, backend)
         return
     with torch.inference_mode():
-        prefill.capture(logits, backend, nullcontext())
+        prefill.capture(logits, backend)
     assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8)] and len(prefill) == 3
     assert prefill.fit(64, 1) is None
     assert [record.getMessage() for record in caplog.records if "of 64 tokens" in record.getMessage()]
@@ -193,7 +192,7 @@ def test_a_step_is_padded_only_to_a_size_that_all_ranks_have_captured(directory)
     ).engine.runner.fast.prefill
     logits = torch.empty(11, VOCAB, device=DEVICE)
     with torch.inference_mode(), split_over(WithAnotherRank(0, 2, kept={"other": [1, 1, 1, 0, 0]})):
-        prefill.capture(logits, ReplayedFunctions(torch.device(DEVICE)), nullcontext())
+        prefill.capture(logits, ReplayedFunctions(torch.device(DEVICE)))
     assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8)] and len(prefill) == 3
     assert prefill.fit(64, 1) is None
 
