@@ -92,7 +92,7 @@ def why(
 ) -> None:
     """Which provider runs an op here, and why the others do not."""
     from nanovllm.kernels import KernelError
-    from nanovllm.kernels.op.selection import explain
+    from nanovllm.kernels.op.selection import why_selected
     from nanovllm.kernels.testing.verify import Case
 
     where, ops, origins = common.prepare(device, kernel_plugin)
@@ -108,13 +108,13 @@ def why(
             call |= {"bytes": cost.bytes, "flops": cost.flops}
         for row in rows:
             provider = declared.providers[row["provider"]]
-            row["reason"] = row["reason"] or declared.refuses(provider, arguments)
+            row["reason"] = row["reason"] or declared.why_reference(provider, arguments)
             if row["reason"] is None:
                 try:
                     row["reason"] = declared.refusal(provider, **declared.records.group(arguments))
                 except KernelError as e:
                     row["reason"] = str(e)
-    because = explain(declared, where, origins)
+    because = why_selected(declared, where, origins)
     taken = next((r["provider"] for r in rows if r["chosen"] and r["reason"] is None), "native")
     document = {"op": op, "runs": taken, "because": because, "call": call, "providers": rows}
     if write_json(json_file, document):
@@ -163,9 +163,9 @@ def _missing(provider: Provider) -> str | None:
 
 
 def _provider_rows(declared: Op, where: torch.device, plugins: Any) -> list[dict[str, Any]]:
-    from nanovllm.kernels.op.selection import rank
+    from nanovllm.kernels.op.selection import ranked_providers
 
-    ranked = [p.name for p in rank(declared, where, plugins)]
+    ranked = [p.name for p in ranked_providers(declared, where, plugins)]
     rows = [
         {
             "op": declared.name,

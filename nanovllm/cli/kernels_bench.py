@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from nanovllm.kernels import Op, Provider
-    from nanovllm.kernels.op.declaration import Shape
+    from nanovllm.kernels.op.inputs import Shape
     from nanovllm.kernels.testing.compare import Measurement
 
 
@@ -216,12 +216,12 @@ def wide_table(results: list[Measurement]) -> tuple[Sequence[str], list[Sequence
 def _warn_of_slow_choices(
     ops: dict[str, Op], results: list[Measurement], where: torch.device, origins: list[str]
 ) -> None:
-    from nanovllm.kernels.op.selection import rank
+    from nanovllm.kernels.op.selection import ranked_providers
     from nanovllm.kernels.testing.compare import slower_somewhere
 
     for name in dict.fromkeys(m.op for m in results):
         mine = [m for m in results if m.op == name]
-        chosen = rank(ops[name], where, origins)[0].name
+        chosen = ranked_providers(ops[name], where, origins)[0].name
         for m in slower_somewhere(mine, chosen):
             say(f"{name} {m.case}: {m.provider} is faster than {chosen}, which is chosen")
 

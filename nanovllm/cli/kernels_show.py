@@ -72,7 +72,7 @@ def _facts(declared: Op) -> dict[str, str]:
         "tolerance": ", ".join(f"{common.plain(d)} {t:g}" for d, t in declared.tolerance.items()),
     }
     if declared.inputs is not None:
-        from nanovllm.kernels.op.declaration import written
+        from nanovllm.kernels.op.inputs import written
 
         facts["shape is"] = declared.inputs.form
         for kind in ("small", "decode", "large"):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.text_table import print_table
 from nanovllm.console import WIDTH, Column, Rows, say
 from nanovllm.json_output import STDOUT, write_json
-from nanovllm.kernels.op.declaration import written
+from nanovllm.kernels.op.inputs import written
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel

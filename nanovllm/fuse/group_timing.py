@@ -23,7 +23,7 @@ from nanovllm.fuse.group_module import GroupModule, extract, values
 from nanovllm.fuse.grouping import KernelGroup
 from nanovllm.fuse.op_matching import Match
 from nanovllm.hardware.timing import l2_bytes, time_in_graph, time_kernel
-from nanovllm.kernels.op.declaration import copy_of
+from nanovllm.kernels.op.inputs import copy_of
 
 WAYS = ("unfused", "compile", "ours")
 _MOST_SETS = 64

@@ -12,8 +12,8 @@ from nanovllm.kernels.extra import *  # noqa: F403
 from nanovllm.kernels.extra import __all__ as _extra_names
 from nanovllm.kernels.op import torch_library as library
 from nanovllm.kernels.op.availability import triton_support, unavailable_reason
-from nanovllm.kernels.op.declaration import Cost, Inputs, Tensors, nbytes
 from nanovllm.kernels.op.dispatch import Op, op
+from nanovllm.kernels.op.inputs import Cost, Inputs, Tensors, nbytes
 from nanovllm.kernels.op.plugins import load_plugins
 from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.op.registry import all_ops

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.kernels.op.declaration import Arguments
+from nanovllm.kernels.op.inputs import Arguments
 from nanovllm.kernels.op.tunable import Key, Tunable
 from nanovllm.kernels.triton import tunables
 from nanovllm.tune.launches import RecordedLaunch

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, written
 from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.op.inputs import Arguments, Shape, Tensors, written
 from nanovllm.kernels.op.provider import Provider, imported
 from nanovllm.kernels.op.tunable import Key, Tunable, bucket
 from nanovllm.kernels.triton import tunables as t

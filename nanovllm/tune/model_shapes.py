@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanovllm.kernels.op.declaration import Shape
+from nanovllm.kernels.op.inputs import Shape
 
 BATCHES = (1, 8, 64, 256)
 """Sequences of a decode step."""

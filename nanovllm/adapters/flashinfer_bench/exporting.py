@@ -20,7 +20,7 @@ from nanovllm.adapters.flashinfer_bench.symbolic_shapes import (
     signature,
 )
 from nanovllm.kernels import Op, Provider, Tensors
-from nanovllm.kernels.op.declaration import Shape, nbytes, written
+from nanovllm.kernels.op.inputs import Shape, nbytes, written
 from nanovllm.kernels.op.provider import NATIVE
 
 _MOST_BYTES = 64 << 20

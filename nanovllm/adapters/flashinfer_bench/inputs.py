@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.adapters.flashinfer_bench.documents import Definition, DocumentError, Spec, Workload
 from nanovllm.kernels import Inputs, Tensors
-from nanovllm.kernels.op.declaration import Shape
+from nanovllm.kernels.op.inputs import Shape
 
 _ODD = (1, 3, 17)
 """Sizes of the variable axes that are verified in addition to the workloads."""

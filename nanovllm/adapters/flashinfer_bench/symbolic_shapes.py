@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanovllm.adapters.flashinfer_bench.documents import Spec
 from nanovllm.kernels import Op, Tensors
-from nanovllm.kernels.op.declaration import Shape, written
+from nanovllm.kernels.op.inputs import Shape, written
 
 _LOAD = ("most", "cached", "shared", "num_groups")
 """Numbers of a shape that say how much there is to do, as its first one does. The others say what the model is like."""

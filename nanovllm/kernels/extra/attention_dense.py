@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, at_least_one, nbytes
 
 
 def _inputs(t, batch, queries, length, num_heads, num_kv_heads, head_dim, padding=0):

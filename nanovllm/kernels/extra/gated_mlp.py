@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS, check_activation
-from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, at_least_one, nbytes
 
 GATES = ("silu", "gelu", "gelu_tanh")
 

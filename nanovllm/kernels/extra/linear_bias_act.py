@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Inputs, at_least_one, product_cost
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Inputs, at_least_one, product_cost
 
 ACTIVATIONS = {
     "none": lambda x: x,

@@ -1,319 +1,188 @@
-"""What an op declares besides its reference: its arguments, realistic inputs, tolerances and cost.
+"""The declaration of an op: its reference, and all that tests, benchmarks and documentation derive from it.
 
-The tests, the benchmark, the roofline share, the argument checks and the documentation's table all come from these.
+An *op* is a function with a readable PyTorch reference, which is its provider `native`. Other *providers* of the same
+op (Triton, CUDA C++, a library) register with its declaration. `registry.py` keeps all ops, `dispatch.py` makes an op
+callable, and `selection.py` picks the provider.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import math
-import numbers
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from nanovllm.arguments import reject_unknown
+from nanovllm.kernels.op.argument_check import ArgumentCheck
+from nanovllm.kernels.op.inputs import Cost, Inputs
+from nanovllm.kernels.op.provider import (
+    CAPABILITIES,
+    NATIVE,
+    KernelError,
+    Provider,
+    Support,
+    anywhere,
+    checked_reason,
+    describe_call,
+    reason_if_it_fails,
+)
+from nanovllm.kernels.op.records import Records
+from nanovllm.kernels.op.registry import current_plugin
+
 # Relative, of the order of vLLM's: a few roundings in the dtype.
 TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1.6e-2}
 )
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-Shape = tuple[int, ...]
-Arguments = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The least that a call must do: bytes of device memory (inputs read once, outputs written once), and flops.
-
-    fp8_flops: those of the flops that are products of 8-bit floats with 8-bit floats.
-    """
-
-    bytes: int
-    flops: int = 0
-    fp8_flops: int = 0
-
-
-def nbytes(*tensors: torch.Tensor | None) -> int:
-    """Bytes of the elements of some tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
-def product_cost(
-    x: torch.Tensor, rows: int, *read: torch.Tensor | None, written: int | None = None, size: int | None = None,
-    more_flops: int = 0, fp8: bool = False,
-) -> Cost:  # fmt: skip
-    """Of x [..., size] times a weight [rows, size], stored in any form.
-
-    Args:
-        read: the tensors besides x that are read: the weight, its scales, a bias.
-        written: results of a row of x; None: `rows`.
-        size: columns of the weight, where x is not yet what it is multiplied with; None: those of x.
-        more_flops: those of what else is computed.
-        fp8: the product is of 8-bit floats with 8-bit floats.
-    """
-    tokens = x.numel() // max(1, x.shape[-1])
-    moved = nbytes(x, *read) + tokens * (rows if written is None else written) * x.element_size()
-    products = 2 * tokens * rows * (x.shape[-1] if size is None else size)
-    return Cost(moved, products + more_flops, products if fp8 else 0)
-
-
-def copy_of(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, for which kernels are compiled. The copy of a parameter is a parameter."""
-    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(
-        value.detach()
-    )
-    return torch.nn.Parameter(copy, value.requires_grad) if isinstance(value, torch.nn.Parameter) else copy
-
-
-@dataclass
-class Tensors:
-    """Makes the tensors of one call: random, repeatable by the seed, of one dtype and device.
+@dataclass(eq=False, repr=False)
+class OpDeclaration:
+    """What is declared of an op, and its providers.
 
     Attributes:
-        scale: the standard deviation of `normal`.
-        strided: no tensor is contiguous. Matrices have a gap after every row, as in a slice of a fused projection.
-            Vectors, and what `spread` returns, have a gap after every element, as a column has.
+        native: the reference.
+        parameters: the names of its parameters. At those of a signature torch.compile of PyTorch 2.11 breaks the graph.
+        records: which parameters of the reference are records. The declaration names their fields one by one.
+        arguments: the patterns of tensor arguments, as in `ArgumentCheck`.
+        inputs: realistic inputs, for tests and benchmarks.
+        cost: (arguments as the reference takes them) -> what such a call must do at least.
+        tolerance: relative, per dtype, against the reference in float64.
+        magnitude: errors are relative to at least this; for ops that round intermediate values larger than their
+            result.
+        cancels: a result may be small where its arguments are not, as a difference or the tail of a GELU. An error in a
+            row of few elements is then relative to at least the arguments' magnitude.
+        mutates: arguments that the op writes to; they are results like its return value.
+        reuses: arguments whose memory a provider may use for its results: not to be read after the call.
+        fuses: the ops that this one combines. If the user names a provider of one of these, an engine calls them
+            separately.
+        compare: (got, arguments, dtype) -> None or what is wrong, where comparing numbers does not decide.
+        fake: the reference on tensors without data, where the reference itself cannot run on such.
+        native_capturable: whether a CUDA graph can hold a call of the reference.
+        exported: whether the op is in `torch.ops.nanovllm` as well, which takes tensors and numbers only.
+        origin: the plugin that declares it; None: this package, or a program.
+        remembered: what plain calls have resolved so far. Emptied when a plugin's providers are taken back.
     """
 
-    dtype: torch.dtype
-    device: torch.device
-    seed: int = 0
-    scale: float = 1.0
-    strided: bool = False
-    _generator: torch.Generator = field(init=False, repr=False)
+    native: Callable[..., Any]
+    _: KW_ONLY
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    inputs: Inputs | None = None
+    cost: Callable[..., Cost] | None = None
+    tolerance: Mapping[torch.dtype, float] = field(default_factory=dict)
+    magnitude: float = 0.0
+    cancels: bool = False
+    mutates: Sequence[str] = ()
+    reuses: Sequence[str] = ()
+    fuses: Sequence[str] = ()
+    compare: Callable[[Any, dict[str, Any], torch.dtype], str | None] | None = None
+    fake: Callable[..., Any] | None = None
+    native_capturable: bool = True
+    exported: bool = True
+    origin: str | None = field(init=False)
+    providers: dict[str, Provider] = field(init=False)
+    remembered: dict[tuple[Any, ...], Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator(self.device).manual_seed(self.seed)
+        self.name = self.native.__name__
+        self.signature = inspect.signature(self.native)
+        self.parameters = tuple(self.signature.parameters)
+        self.tolerance = {**TOLERANCE, **self.tolerance}
+        self.records = Records(self.native)
+        self.check = ArgumentCheck(self.name, self.arguments, self.records.flat)
+        reject_unknown(f"arguments of {self.name}", self.arguments, self.records.flat.parameters)
+        self.origin = current_plugin()
+        self.providers = {NATIVE: Provider(NATIVE, self.native, capturable=self.native_capturable)}
 
-    def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float | None = None) -> torch.Tensor:
-        """Normally distributed, mean 0."""
-        scale = self.scale if scale is None else scale
-        dtype = dtype or self.dtype
-        drawn = torch.float64 if dtype == torch.float64 else torch.float32
-        x = torch.randn(*shape, generator=self._generator, device=self.device, dtype=drawn).mul_(scale).to(dtype)
-        if len(shape) < 2:
-            return self.spread(x)
-        if not self.strided:
-            return x
-        wide = torch.full((*shape[:-1], shape[-1] + 8), math.nan, dtype=dtype, device=self.device)
-        wide[..., : shape[-1]] = x
-        return wide[..., : shape[-1]]
+    def provider(
+        self,
+        name: str,
+        support: Support = anywhere,
+        accepts: Callable[..., str | None] | None = None,
+        architectures: str = "any",
+        **capabilities: Any,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator: register a function as the provider `name` of this op.
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """x; if strided, with a gap after every element of its last dimension, which holds NaN (of integers: 0)."""
-        if not self.strided or not x.dim():
-            return x
-        gap = math.nan if x.is_floating_point() else 0
-        wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), gap, dtype=x.dtype, device=x.device)
-        wide[..., ::2] = x
-        return wide[..., ::2]
+        Args:
+            support: device -> None, or why the provider cannot run there.
+            accepts: the call's arguments -> None, or why the provider does not take them.
+            architectures: where it runs, for people: "sm_80+".
+            capabilities: further fields of `Provider`, such as `takes_out` or `num_tokens`.
 
-    def parameter(self, *shape: int, scale: float | None = None) -> torch.nn.Parameter:
-        """As `normal`, and a parameter of a module: what does not change, so that a kernel may read it early."""
-        return torch.nn.Parameter(self.normal(*shape, scale=scale), requires_grad=False)
+        Raises:
+            ValueError: the op has a provider of that name, the function does not take the op's parameters, or an
+                argument is not what `Provider` takes.
+        """
 
-    def uniform(
-        self, *shape: int, low: float = 0.0, high: float = 1.0, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        """Uniform in [low, high)."""
-        x = torch.rand(*shape, generator=self._generator, device=self.device)
-        return self._vector((x * (high - low) + low).to(dtype or self.dtype))
+        if callable(name):  # the decorator without parentheses
+            raise ValueError(
+                f"op {self.name!r}: a provider needs a name: @{self.name}.provider('mine') above its function"
+            )
 
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Uniform in [low, high)."""
-        return self._vector(torch.randint(low, high, shape, generator=self._generator, device=self.device, dtype=dtype))
-
-    def permutation(self, n: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """0 .. n - 1, shuffled."""
-        return self._vector(torch.randperm(n, generator=self._generator, device=self.device, dtype=dtype))
-
-    def _vector(self, x: torch.Tensor) -> torch.Tensor:
-        return self.spread(x) if x.dim() == 1 else x
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Realistic inputs of an op.
-
-    Attributes:
-        make: (tensors, *shape) -> the call's arguments by name. The names of the shape's numbers are those of its
-            parameters.
-        small: shapes that every provider is verified on, in the interpreter too: odd sizes, one row, no row.
-        decode: shapes of a decode step: few rows, where latency counts.
-        large: shapes where bandwidth or arithmetic counts.
-        variants: further keyword arguments, each a case of its own.
-        scales: magnitudes of the random numbers to verify with.
-        dtypes: what the op computes in.
-        needs: (the shape's numbers by name) -> None, or what the op needs of them, such as "N of at least 1, not 0".
-    """
-
-    make: Callable[..., Arguments]
-    small: Sequence[Shape]
-    decode: Sequence[Shape] = ()
-    large: Sequence[Shape] = ()
-    variants: Sequence[Mapping[str, Any]] = (MappingProxyType({}),)
-    scales: Sequence[float] = (1.0, 1e-3, 50.0)
-    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16)
-    needs: Callable[[Mapping[str, int]], str | None] = lambda numbers: None
-
-    @property
-    def dimensions(self) -> list[str]:
-        """The names of a shape's numbers, for example ["rows", "size"]."""
-        return list(inspect.signature(self.make).parameters)[1:]
-
-    @property
-    def form(self) -> str:
-        """How a shape is written: "ROWSxSIZE", with what may be left out in brackets."""
-        parameters = [p for p in inspect.signature(self.make).parameters.values()][1:]
-        names = [f"x{p.name.upper()}" if p.default is p.empty else f"[x{p.name.upper()}]" for p in parameters]
-        return "".join(names).removeprefix("x")
-
-    def wrong_with(self, shape: Shape) -> str | None:
-        """Why there are no inputs of a shape, to follow the op's name: "takes ROWSxSIZE, ..."; None: there are."""
-        try:
-            bound = inspect.signature(self.make).bind(None, *shape)
-        except TypeError:
-            return f"takes {self.form}, not {len(shape)} number{'s' * (len(shape) != 1)}"
-        if any(n < 0 for n in shape):
-            return f"takes {self.form}, numbers from 0 on"
-        bound.apply_defaults()
-        needs = self.needs(dict(zip(self.dimensions, bound.args[1:])))
-        return None if needs is None else f"needs {needs} ({self.form})"
-
-    def __call__(self, tensors: Tensors, shape: Shape, variant: Mapping[str, Any] | None = None) -> Arguments:
-        wrong = self.wrong_with(shape)
-        if wrong:
-            raise ValueError(f"shape {written(shape)}: the op {wrong}")
-        return {**self.make(tensors, *shape), **(variant or {})}
-
-
-def at_least_one(*names: str) -> Callable[[Mapping[str, int]], str | None]:
-    """For `Inputs.needs`: none of these numbers may be 0."""
-
-    def needs(numbers: Mapping[str, int]) -> str | None:
-        return next((f"{n.upper()} of at least 1, not {numbers[n]}" for n in names if numbers[n] < 1), None)
-
-    return needs
-
-
-def written(shape: Shape) -> str:
-    """A shape as a user writes it: 4x64."""
-    return "x".join(map(str, shape))
-
-
-class ArgumentCheck:
-    """Checks tensors against patterns such as `{"x": "[..., n]", "weight": "[n]", "ids": "int64[rows]"}`.
-
-    A pattern is alternatives separated by " | ". A dimension is a name (the same number wherever it occurs), a number,
-    a multiple of a name ("2*n"), or "..." at the start (the same dimensions wherever it occurs). Without a dtype in
-    front, a tensor has the dtype of the first tensor that has none, and that is a float. All tensors are on one device.
-
-    Args:
-        signature: of the op. A parameter annotated as a float must be a number, `eps` not negative. A tensor may be
-            None only if its annotation allows None or is missing.
-    """
-
-    def __init__(self, op: str, patterns: Mapping[str, str], signature: inspect.Signature | None = None) -> None:
-        self._op = op
-        self.patterns = dict(patterns)
-        annotations = {name: str(p.annotation) for name, p in (signature.parameters if signature else {}).items()}
-        self._required = {
-            name for name, a in annotations.items() if "Tensor" in a and "None" not in a and "Optional" not in a
-        }
-        self._numbers = [name for name, a in annotations.items() if a in ("float", str(float))]
-        self._parsed = {name: [_parse(p) for p in pattern.split(" | ")] for name, pattern in patterns.items()}
-
-    def __call__(self, arguments: Mapping[str, Any]) -> None:
-        """Raises ValueError with the argument's name, what was expected and what came."""
-        sizes: dict[str, Any] = {}
-        first: tuple[str, torch.Tensor] | None = None
-        first_float: tuple[str, torch.Tensor] | None = None
-        leading = ""
-        for name, alternatives in self._parsed.items():
-            value = arguments.get(name)
-            if value is None and name not in self._required:
-                continue
-            if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{self._op}: {name}: expected a tensor {self.patterns[name]}, not {value!r:.80}")
-            first = first or (name, value)
-            if value.device != first[1].device:
-                wanted = f"a tensor on {first[1].device}, where {first[0]} is"
-                raise ValueError(f"{self._op}: {name}: expected {wanted}, not on {value.device}")
-            dtypes = {d for d, _ in alternatives}
-            if dtypes == {None}:
-                first_float = first_float or (name, value)
-                if value.dtype not in FLOATS:
-                    raise ValueError(f"{self._op}: {name}: expected float16, bfloat16 or float32, not {value.dtype}")
-                if value.dtype != first_float[1].dtype:
-                    wanted = f"{first_float[1].dtype}, the dtype of {first_float[0]}"
-                    raise ValueError(f"{self._op}: {name}: expected {wanted}, not {value.dtype}")
-            elif not any(d is None or d == _name(value.dtype) or d == "any" for d in dtypes):
-                wanted = " or ".join(sorted(d for d in dtypes if d))
-                raise ValueError(f"{self._op}: {name}: expected {wanted}, not {_name(value.dtype)}")
-            if not any(_matches(dims, value.shape, sizes) for _, dims in alternatives):
-                known = ", ".join(f"{k}={v}" for k, v in sizes.items() if k != "...")
-                known += leading if "..." in self.patterns[name] else ""
+        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+            hung = [f for f in CAPABILITIES if hasattr(fn, f)]
+            if hung:
                 raise ValueError(
-                    f"{self._op}: {name}: expected the shape {self.patterns[name]}{f' with {known}' if known else ''}, "
-                    f"not {list(value.shape)}"
+                    f"provider {name!r} of op {self.name!r}: {hung[0]} is an argument of the registration, "
+                    f"@{self.name}.provider({name!r}, {hung[0]}=...), not an attribute of the function"
                 )
-            if "..." in sizes and not leading:
-                leading = f" as in {name} of shape {list(value.shape)}"
-        for name in self._numbers:
-            value = arguments.get(name, 0.0)
-            if not isinstance(value, numbers.Real) or (name == "eps" and not float(value) >= 0):
-                expected = "a number, at least 0" if name == "eps" else "a number"
-                raise ValueError(f"{self._op}: {name}: expected {expected}, not {_describe(value)}")
+            wanted, taken = (list(inspect.signature(f).parameters.values()) for f in (self.native, fn))
+            generic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken)
+            optional = [p for p in ("out", "concurrent", "fresh") if capabilities.get(f"takes_{p}")]
+            expected = [*(p.name for p in wanted), *optional]
+            if not generic and expected != [p.name for p in taken]:
+                raise ValueError(
+                    f"provider {name!r} of op {self.name!r}: expected the parameters "
+                    f"({', '.join(expected)}), not ({', '.join(p.name for p in taken)})"
+                )
+            # A module may be imported before it is named as a plugin: the function's module says where it comes from.
+            module = getattr(fn, "__module__", None) or ""
+            origin = current_plugin() or (None if module.partition(".")[0] == "nanovllm" else module)
+            self.add(Provider(name, fn, support, accepts, origin, architectures, **capabilities))
+            return fn
 
-    def leading_float(self, arguments: Mapping[str, Any]) -> tuple[str, torch.dtype] | None:
-        """The first tensor whose pattern says no dtype, and its dtype, which a call computes in."""
-        for name, alternatives in self._parsed.items():
-            value = arguments.get(name)
-            if isinstance(value, torch.Tensor) and all(d is None for d, _ in alternatives):
-                return name, value.dtype
-        return None
+        return register
 
+    def add(self, provider: Provider) -> None:
+        """Register a provider. One that a plugin adds without an origin gets the plugin as its origin."""
+        known = self.providers.get(provider.name)
+        if known is not None:
+            whose = f", from {known.origin}" if known.origin else ""
+            raise ValueError(
+                f"op {self.name!r} already has a provider {provider.name!r}{whose}; give yours another name"
+            )
+        support = reason_if_it_fails(provider.support, f"op {self.name!r}, provider {provider.name!r}")
+        origin = provider.origin or current_plugin()
+        self.providers[provider.name] = dataclasses.replace(provider, support=support, origin=origin)
 
-def _describe(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+    def bind(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
+        """Arguments by name, such as the op's inputs are, as its functions take them: with records in place of their
+        fields.
+        """
+        return self.signature.bind(**self.records.group(arguments))
 
+    def refusal(self, provider: Provider, *args: Any, **kwargs: Any) -> str | None:
+        """Why a provider does not take a call; None: it does.
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        Raises:
+            KernelError: its `accepts` fails, or gives something else.
+        """
+        if provider.accepts is None:
+            return None
+        try:
+            return checked_reason(provider.accepts(*args, **kwargs))
+        except Exception as e:
+            where = f"op {self.name!r}, provider {provider.name!r}, called with ({describe_call(args, kwargs)})"
+            raise KernelError(f"{where}: its accepts function failed: {type(e).__name__}: {e}") from e
 
-
-def _parse(pattern: str) -> tuple[str | None, list[str]]:
-    found = re.fullmatch(r"(\w*)\[(.*)\]", pattern.strip())
-    assert found, f"not a pattern: {pattern!r}"
-    return found[1] or None, [d.strip() for d in found[2].split(",") if d.strip()]
-
-
-def _matches(dims: list[str], shape: torch.Size, sizes: dict[str, Any]) -> bool:
-    """Whether a shape fits, given the sizes known so far; learns the sizes that it fixes."""
-    learned: dict[str, Any] = {}
-
-    def is_or_becomes(name: str, size: Any) -> bool:
-        return learned.setdefault(name, sizes.get(name, size)) == size
-
-    if dims and dims[0] == "...":
-        lead = len(shape) - len(dims) + 1
-        if lead < 0 or not is_or_becomes("...", tuple(shape[:lead])):
-            return False
-        dims, shape = dims[1:], shape[lead:]
-    if len(dims) != len(shape):
-        return False
-    for dim, size in zip(dims, shape):
-        times, star, name = dim.rpartition("*")
-        if star:
-            ok = size % int(times) == 0 and is_or_becomes(name, size // int(times))
-        else:
-            ok = size == int(dim) if dim.isdigit() else is_or_becomes(dim, size)
-        if not ok:
-            return False
-    sizes.update(learned)
-    return True
+    def require(self, name: str, device: torch.device, who: str) -> Provider:
+        """The op's provider of that name; a ValueError that names `who` if it cannot run on `device`."""
+        provider = self.providers[name]
+        reason = provider.support(device)
+        if reason is not None:
+            raise ValueError(f"{who} names {name!r}, which is not available for {self.name!r}: {reason}")
+        return provider

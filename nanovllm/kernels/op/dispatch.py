@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.op import torch_library
+from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.provider import NATIVE, Provider, bind
-from nanovllm.kernels.op.registry import OpDeclaration, add_op, current_plugin
+from nanovllm.kernels.op.registry import add_op, current_plugin
 from nanovllm.kernels.op.selection import default_choice, native_instead
 
 
@@ -62,12 +63,12 @@ class Op(OpDeclaration):
         device, forced = device_of(bound.arguments), self._forced.get()
         if forced is None:
             provider, fn = default_choice(self, device)
-            if (reason := self.refuses(provider, bound.arguments, traced)) is not None:
+            if (reason := self.why_reference(provider, bound.arguments, traced)) is not None:
                 fn = native_instead(self, provider.name, reason)
                 provider = self.providers[NATIVE]
             return self._traced(bound) if traced else self._call(provider, fn, bound, fresh)
         provider = self.require(forced, device, f"use({forced!r})")
-        reason = self.refuses(provider, bound.arguments, traced)
+        reason = self.why_reference(provider, bound.arguments, traced)
         if reason is None:
             reason = self.refusal(provider, *bound.args, **bound.kwargs)
         if reason is not None:
@@ -92,7 +93,7 @@ class Op(OpDeclaration):
             e.args = (f"{self.name} requires grad here, and its reference cannot be traced; {remedy}: {e}", *e.args[1:])
             raise
 
-    def refuses(self, provider: Provider, arguments: Mapping[str, Any], traced: bool = False) -> str | None:
+    def why_reference(self, provider: Provider, arguments: Mapping[str, Any], traced: bool = False) -> str | None:
         """Why a plain call must run the reference rather than this provider; None: the provider may run it.
 
         Only the reference computes in dtypes that the op does not declare. Of the package's own providers only the

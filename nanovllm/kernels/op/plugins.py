@@ -36,10 +36,12 @@ ENTRY_POINT_GROUP = "nanovllm.kernels"
 
 
 class _Loaded(NamedTuple):
-    """A plugin: the hash of its file's text (None: a module), and why loading it failed (None: it did not)."""
+    """A plugin that was loaded, or that failed to load."""
 
-    text: str | None
+    text_hash: str | None
+    """Of its file; None: it is a module."""
     failure: str | None
+    """Why loading it failed; None: it did not."""
 
 
 # Code is imported once a process, so this is kept for the process too.
@@ -77,8 +79,8 @@ def failures() -> Mapping[str, str]:
     return MappingProxyType({name: loaded.failure for name, loaded in _loaded.items() if loaded.failure is not None})
 
 
-def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool:
-    if _loaded.get(name) != (text, None):
+def _load(name: str, run: Callable[[], object], text_hash: str | None = None) -> bool:
+    if _loaded.get(name) != (text_hash, None):
         if name in _loaded and _loaded[name].failure is None:
             _forget(name)
         known, failure = set(all_ops()), None
@@ -90,7 +92,7 @@ def _load(name: str, run: Callable[[], object], text: str | None = None) -> bool
                     torch_library.register_or_warn(declared)
         except (Exception, SystemExit) as e:  # whatever a plugin's code raises
             failure = _what_failed(name, e)
-        _loaded[name] = _Loaded(text, failure)
+        _loaded[name] = _Loaded(text_hash, failure)
     return _loaded[name].failure is None
 
 

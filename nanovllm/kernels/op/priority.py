@@ -6,8 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 
 from nanovllm.arguments import reject_unknown
+from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.plugins import failures, load_plugins
-from nanovllm.kernels.op.registry import OpDeclaration, all_ops
+from nanovllm.kernels.op.registry import all_ops
 
 ENVIRONMENT_VARIABLE = "NANOVLLM_KERNELS"
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.measured_order import measured_order
 from nanovllm.kernels.op.plugins import load_plugins
 from nanovllm.kernels.op.priority import (
@@ -31,7 +32,7 @@ from nanovllm.kernels.op.priority import (
     wanted_providers,
 )
 from nanovllm.kernels.op.provider import NATIVE, Provider, bind
-from nanovllm.kernels.op.registry import OpDeclaration, all_ops
+from nanovllm.kernels.op.registry import all_ops
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ def _named_parts(
     ]
 
 
-def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
+def ranked_providers(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
     """The op's available providers, first the one that runs in an engine with these plugins."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
     first = _first(declared, device, plugins)
@@ -213,8 +214,8 @@ def rank(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] =
     )
 
 
-def explain(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> str:
-    """Why the first of `rank` is the first, as the end of a sentence."""
+def why_selected(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> str:
+    """Why the first of `ranked_providers` is the first, as the end of a sentence."""
     first = _first(declared, device, plugins)
     if parts := _named_parts(declared, all_ops(), from_environment(), plugins, device):
         return f"engines do not use this op: it contains {', '.join(parts)}, of which you chose a provider"

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 
 
 def gate_up_inputs(t, rows, intermediate_size):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Inputs, at_least_one, product_cost
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Inputs, at_least_one, product_cost
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs, rms_norm
 

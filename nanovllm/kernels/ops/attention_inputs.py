@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, Tensors, at_least_one, nbytes
+from nanovllm.kernels.op.inputs import Cost, Inputs, Tensors, at_least_one, nbytes
 
 NEW_TOKENS = {
     "k": "[num_seqs, num_kv_heads, head_dim]",

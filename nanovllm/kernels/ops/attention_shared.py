@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost
 from nanovllm.kernels.ops.attention import attention_decode
 from nanovllm.kernels.ops.attention_inputs import DECODE, like_queries, projected_inputs, with_new_tokens
 from nanovllm.kernels.ops.checks import check_decode

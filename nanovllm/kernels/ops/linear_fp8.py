@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Inputs, product_cost
 
 BLOCK = 128
 """Rows or columns of a block, in checkpoints with scales by blocks."""

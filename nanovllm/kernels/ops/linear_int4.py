@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Inputs, product_cost
 
 
 def group_size(size: int, scale: torch.Tensor) -> int:

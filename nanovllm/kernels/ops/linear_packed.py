@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.op.declaration import Inputs, product_cost
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Inputs, product_cost
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES
 from nanovllm.kernels.ops.linear import ROUNDED_TOLERANCE, normed_cost

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.checks import values_checked
 

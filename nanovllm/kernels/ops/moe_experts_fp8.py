@@ -2,8 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.op.declaration import Inputs
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Inputs
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, dequantise_fp8
 from nanovllm.kernels.ops.moe_experts import check_experts, expert_needs, experts_cost, routed, sum_of_experts

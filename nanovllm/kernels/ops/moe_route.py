@@ -2,8 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 
 _LARGEST = torch.finfo(torch.float32).max
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.norm import rms_norm
 from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, fake_qk, qk_inputs, rotary_embedding
 

@@ -4,8 +4,8 @@ cache.
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.rotary import QK_PATTERNS, QK_SHAPES, qk_inputs, rotary_embedding
 from nanovllm.kernels.ops.store_kvcache import VALUE_PATTERNS, store_kvcache, value_inputs

@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.checks import check_sampling, values_checked
 
 # Philox4x32: multipliers and Weyl constants (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).

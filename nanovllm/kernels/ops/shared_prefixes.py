@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Tensors, nbytes
+from nanovllm.kernels.op.inputs import Cost, Tensors, nbytes
 from nanovllm.kernels.ops.attention_inputs import cache_of
 from nanovllm.kernels.ops.checks import check_attention_values, values_checked
 from nanovllm.kernels.ops.paged_kv import PagedKV, SharedPrefixes

@@ -2,8 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 from nanovllm.kernels.ops.checks import FP8, check_slots, check_store, values_checked
 
 FP8_MAX = 448.0

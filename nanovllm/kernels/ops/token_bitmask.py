@@ -2,8 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.op.declaration import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.op.dispatch import op
+from nanovllm.kernels.op.inputs import Cost, Inputs, at_least_one, nbytes
 from nanovllm.kernels.ops.checks import values_checked
 
 

@@ -14,8 +14,8 @@ import torch
 from nanovllm.hardware.roofline import copy_bandwidth, copy_time, matmul_rate
 from nanovllm.hardware.timing import Timing, l2_bytes, time_in_graph, time_kernel
 from nanovllm.kernels.op.availability import triton_support
-from nanovllm.kernels.op.declaration import Arguments, Shape, copy_of, nbytes
 from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.op.inputs import Arguments, Shape, copy_of, nbytes
 from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.testing.verify import Case
 

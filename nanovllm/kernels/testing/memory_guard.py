@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.kernels.op.declaration import Arguments
+from nanovllm.kernels.op.inputs import Arguments
 
 _ALIGNMENT = 64
 """Bytes: what PyTorch aligns tensors to on a CPU."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.op.declaration import Arguments, Shape, Tensors, copy_of
 from nanovllm.kernels.op.dispatch import Op
+from nanovllm.kernels.op.inputs import Arguments, Shape, Tensors, copy_of
 from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.testing.crash_report import what_failed
 from nanovllm.kernels.testing.memory_guard import MemoryGuard

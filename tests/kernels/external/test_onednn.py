@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from nanovllm.kernels import resolve_kernels
 from nanovllm.kernels.external import onednn
 from nanovllm.kernels.op.registry import temporary
-from nanovllm.kernels.op.selection import explain, rank
+from nanovllm.kernels.op.selection import ranked_providers, why_selected
 from nanovllm.kernels.ops import linear
 
 CPU = torch.device("cpu")
@@ -116,8 +116,8 @@ def test_a_plain_call_has_prepacked_nothing_and_runs_the_reference(calls, monkey
 
 
 def test_where_it_runs(monkeypatch):
-    assert resolve_kernels(CPU).providers["linear"] == "onednn" == rank(linear, CPU)[0].name
-    assert "a plain call runs the reference" in explain(linear, CPU)
+    assert resolve_kernels(CPU).providers["linear"] == "onednn" == ranked_providers(linear, CPU)[0].name
+    assert "a plain call runs the reference" in why_selected(linear, CPU)
     assert resolve_kernels(CPU, use_custom_kernels=False).providers["linear"] == "native"
     assert "this is cuda" in onednn.support(torch.device("cuda"))
     with monkeypatch.context() as patch:

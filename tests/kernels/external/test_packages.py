@@ -119,7 +119,7 @@ def test_a_broken_flash_attention_is_a_reason(site, monkeypatch, measured, said)
         # Listed with the reason, never the choice, and an error with the reason where it is named.
         assert declared.providers["flash_attn"].support(CUDA) == reason
         measured(**{declared.name: ["flash_attn", "native"]})
-        assert selection.rank(declared, CUDA)[0].name == "native"
+        assert selection.ranked_providers(declared, CUDA)[0].name == "native"
         with pytest.raises(ValueError, match="is installed but cannot be imported"):
             declared.require("flash_attn", CUDA, "a user")
 

@@ -18,7 +18,7 @@ except ImportError:
 
 from nanovllm import kernels
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
-from nanovllm.kernels.op.declaration import Tensors
+from nanovllm.kernels.op.inputs import Tensors
 from nanovllm.layers.custom_mlp import CustomGatedMLP
 from nanovllm.layers.linear import ColumnParallelLinear
 

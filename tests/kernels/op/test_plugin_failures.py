@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.kernels import KernelError, all_ops, resolve_kernels
 from nanovllm.kernels.op.plugins import failures, load_plugins
-from nanovllm.kernels.op.selection import explain, rank
+from nanovllm.kernels.op.selection import ranked_providers, why_selected
 from tests.kernels.op.plugin_texts import OP, PROVIDER, cli
 
 pytestmark = pytest.mark.usefixtures("untouched")
@@ -147,8 +147,8 @@ def test_list_and_why_show_that_a_plugin_is_preferred(plugin, monkeypatch, tmp_p
     path = plugin(PROVIDER.format(name="mine"))
     declared = all_ops()["softmax"]
     origins = load_plugins([path])
-    assert rank(declared, CPU, origins)[0].name == "mine"
-    assert explain(declared, CPU, origins) == f"it comes from the plugin {path}"
+    assert ranked_providers(declared, CPU, origins)[0].name == "mine"
+    assert why_selected(declared, CPU, origins) == f"it comes from the plugin {path}"
     monkeypatch.chdir(tmp_path)
     for written in (path, "my_kernels.py"):
         options = ("--device", "cpu", "--kernel-plugin", written, "--json", "-")

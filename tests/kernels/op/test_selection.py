@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
 from nanovllm.kernels.op.provider import NATIVE
-from nanovllm.kernels.op.selection import decorated_kernels, explain, rank
+from nanovllm.kernels.op.selection import decorated_kernels, ranked_providers, why_selected
 
 CPU = torch.device("cpu")
 
@@ -256,10 +256,10 @@ def test_a_fused_op_is_shown_as_an_engine_uses_it(monkeypatch):
     monkeypatch.setitem(fused.providers, "it", Provider("it", fused.native))
     monkeypatch.setitem(all_ops()["silu_and_mul"].providers, "it", Provider("it", fused.native))
     monkeypatch.setenv("NANOVLLM_KERNELS", "*=it")
-    assert rank(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == "it"
+    assert ranked_providers(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == "it"
     monkeypatch.setenv("NANOVLLM_KERNELS", "*=it;silu_and_mul=native")
-    assert rank(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == NATIVE
-    assert "it contains silu_and_mul, of which you chose a provider" in explain(fused, CPU)
+    assert ranked_providers(fused, CPU)[0].name == resolve_kernels(CPU).providers[fused.name] == NATIVE
+    assert "it contains silu_and_mul, of which you chose a provider" in why_selected(fused, CPU)
 
 
 def test_what_gives_way_is_logged(rms_norm, monkeypatch, caplog):
@@ -274,12 +274,12 @@ def test_what_gives_way_is_logged(rms_norm, monkeypatch, caplog):
 
 def test_the_order_and_its_reason(rms_norm, monkeypatch):
     def names():
-        return [p.name for p in rank(rms_norm, CPU)]
+        return [p.name for p in ranked_providers(rms_norm, CPU)]
 
     assert names()[0] == NATIVE and set(names()) >= {NATIVE, "fast"} and "elsewhere" not in names()
-    assert "on a CPU the reference runs" in explain(rms_norm, CPU)
+    assert "on a CPU the reference runs" in why_selected(rms_norm, CPU)
     monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast")
-    assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in explain(rms_norm, CPU)
+    assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in why_selected(rms_norm, CPU)
 
 
 def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, monkeypatch, measured):
@@ -292,4 +292,4 @@ def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, 
         ({}, "triton"),
     ]:
         measured(**orders)
-        assert rank(rms_norm, gpu)[0].name == first
+        assert ranked_providers(rms_norm, gpu)[0].name == first

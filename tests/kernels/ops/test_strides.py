@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels import all_ops
-from nanovllm.kernels.op.declaration import Tensors, copy_of
+from nanovllm.kernels.op.inputs import Tensors, copy_of
 from tests.kernels.triton.common import DEVICE
 
 pytestmark = pytest.mark.triton

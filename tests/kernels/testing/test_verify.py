@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import Op, Provider, all_ops
-from nanovllm.kernels.op.declaration import Cost, Inputs
+from nanovllm.kernels.op.inputs import Cost, Inputs
 from nanovllm.kernels.testing.verify import Case, cases, results_of, verify, verify_op
 
 CPU = torch.device("cpu")
