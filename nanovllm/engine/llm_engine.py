@@ -14,7 +14,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks import Leader, Ranks
-from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.request import Completion, InboxEntry, Request
 from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -70,7 +70,7 @@ class LLMEngine:
         ends = eos_token_ids(path if path and has_files else checkpoint.config.raw, self.tokenizer)
         # A tokenizer may know more tokens than the model has logits for, and some files say -1 for none.
         self.eos_token_ids = tuple(token for token in ends if 0 <= token < checkpoint.config.vocab_size)
-        self.runner = self.ranks.started(lambda: make_runner(config, checkpoint, device, self.kernels))
+        self.runner = self.ranks.make_on_all(lambda: make_runner(config, checkpoint, device, self.kernels))
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),
             config.max_num_seqs,
@@ -89,8 +89,8 @@ class LLMEngine:
         )  # fmt: skip
         self._in_flight: deque[StepResult] = deque()
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}
-        self._inbox: deque[tuple[Request, list[Completion] | None]] = deque()
-        """Requests to start (None) or with the completions to abort, in order. Appending to a deque is atomic."""
+        self._inbox: deque[InboxEntry] = deque()
+        """In order. Appending to a deque is atomic."""
         self._turns: deque[object] = deque()
         """The step that runs, first. Not a lock: an interrupt on leaving `with lock:` would leave it locked."""
         self.num_lost = 0
@@ -140,7 +140,7 @@ class LLMEngine:
             requests = tuple(sorted(requests, key=self._longest_output, reverse=True))
         for request in requests:
             request.offline = offline
-            self._inbox.append((request, None))
+            self._inbox.append(InboxEntry(request))
 
     def _longest_output(self, request: Request) -> int:
         prompt_len = len(request.prompt_token_ids)
@@ -153,7 +153,7 @@ class LLMEngine:
         """
         if not request.finished:
             ended = request.completions if index is None else [request.completions[index]]
-            self._inbox.append((request, ended))
+            self._inbox.append(InboxEntry(request, ended))
 
     def step(self) -> list[Request]:
         """Launch the next step and read the oldest one that is due; returns the requests that got tokens.
@@ -171,7 +171,7 @@ class LLMEngine:
                         "a step was started inside of a step, by a signal handler, a finalizer or another thread;"
                         " only abort there, and let one thread run the steps"
                     )
-                return self.ranks.run(self._step)
+                return self.ranks.run_step(self._step)
             finally:
                 self._end_turn(turn)
         finally:  # again, since an interrupt may have come at the first time
@@ -187,12 +187,11 @@ class LLMEngine:
         try:
             self._apply_inbox()
             step = self.scheduler.schedule()
-            self.ranks.note(step)
+            self.ranks.compare_schedules(step)
             if step is not None:
                 self._in_flight.append(self.runner.execute(step))
             if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
-                result = self._in_flight.popleft()
-                return self._read(result, result.token_ids())
+                return self._update(self._in_flight.popleft())
             return []
         except BaseException as error:
             self._abandon_running(error)
@@ -202,7 +201,7 @@ class LLMEngine:
         """Forget all cached prefixes, between steps. False, with nothing changed: requests are unfinished."""
         if self.has_unfinished:
             return False
-        self.ranks.tell("reset_prefix_cache")
+        self.ranks.call_on_others("reset_prefix_cache")
         self.scheduler.blocks.reset()
         return True
 
@@ -220,7 +219,7 @@ class LLMEngine:
         line.
         """
         count = len(self._inbox)  # what other threads append now is for the next step
-        self.ranks.hand_on([self._inbox[i] for i in range(count)])
+        self.ranks.send_inbox([self._inbox[i] for i in range(count)])
         for _ in range(count):
             request, aborted = self._inbox[0]
             for completion in request.completions if aborted is None else aborted:
@@ -235,7 +234,9 @@ class LLMEngine:
                     self.scheduler.add(seq)
             self._inbox.popleft()
 
-    def _read(self, result: StepResult, token_ids: list[int]) -> list[Request]:
+    def _update(self, result: StepResult) -> list[Request]:
+        """Read a step's tokens, once they are there, and give them to their requests, which are returned."""
+        token_ids = result.token_ids()
         for prompt in result.prompt_logprobs:
             self._read_prompt_logprobs(prompt)
         grown = self.scheduler.update(result.step, token_ids)
@@ -249,9 +250,9 @@ class LLMEngine:
             request, completion = completions[seq]
             requests[request] = None
             if completion.is_watched:  # others are only counted: nothing needs the text of a sequence that goes on
-                self._watch(request, completion, result.logprobs, row_of.get(seq, 0))
+                self._look_at_token(request, completion, result.logprobs, row_of.get(seq, 0))
             if request.first_token_time is None or seq.finished:
-                request.note_token()
+                request.record_token_time()
                 if seq.finished:
                     ended.append(seq)
         for seq in ended:  # after all that is said of the request: a listener may be in another thread
@@ -259,8 +260,10 @@ class LLMEngine:
             del completions[seq]
         return list(requests)
 
-    def _watch(self, request: Request, completion: Completion, logprobs: LogprobsTensors | None, row: int) -> None:
-        """Look at a token that a completion got: its log-probabilities, stop strings, and the end of a constraint."""
+    def _look_at_token(
+        self, request: Request, completion: Completion, logprobs: LogprobsTensors | None, row: int
+    ) -> None:
+        """What a completion's newest token means for its log-probabilities, stop strings, stream and constraint."""
         seq = completion.seq
         if seq.constraint is not None and seq.constraint.ended_by_force(seq.num_output_tokens) and seq.finished:
             logger.warning("request %d ends early: %s", request.request_id, seq.constraint.error)

@@ -128,14 +128,14 @@ class ModelRunner:
         logits = self.fast.logits(batch)
         prompt: list[PromptLogprobs] = []
         if batch.prompt_rows:
-            prompt, logits = self._wanted_by_prompts(batch, logits)
+            prompt, logits = self._with_prompt_logprobs(batch, logits)
         elif logits is None:
             logits = self.paged.logits(self.hidden(batch))[: len(batch.logits_rows)]
         sampling = step.sampling_parts
         if not sampling:
             return StepResult(step, torch.empty(0, dtype=torch.int64, device=self.device), None, prompt)
         rows = [SamplingRow.of(p.seq, p.start + p.num_tokens, p.seq_slot) for p in sampling]
-        metadata = SamplingMetadata.build(rows, self.device, pin=self.device.type == "cuda")
+        metadata = SamplingMetadata.build(rows, self.device)
         constrained = [
             ConstrainedRow(i, p.seq, p.start + p.num_tokens)
             for i, p in enumerate(sampling)
@@ -153,7 +153,7 @@ class ModelRunner:
         rows = None if every_row else to_device(batch.logits_rows, self.device)
         return self.paged.hidden(DeviceBatch.from_host(batch, self.device), rows)
 
-    def _wanted_by_prompts(
+    def _with_prompt_logprobs(
         self, batch: Batch, logits: torch.Tensor | None
     ) -> tuple[list[PromptLogprobs], torch.Tensor]:
         """(log-probabilities of prompts, logits of the rows that sample).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import numpy as np
 from nanovllm.weights.token_lengths import MostCharacters, most_characters
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-_EASY_CHARACTERS = 16
-"""A text with fewer characters for each token that fits is tokenised at once: the longest token need not be known."""
+_UNCHECKED_CHARACTERS = 16
+"""A text with at most this many characters for each token that fits is tokenised without a check of its length. So the
+longest token of the vocabulary need not be known."""
 
 
 class Prompt(NamedTuple):
@@ -62,7 +63,7 @@ class PromptReader:
         if not isinstance(prompt, str):
             return Prompt(None, self._token_ids(prompt, name), salt)
         token_ids = self.encode(prompt, name)
-        self._check_ids(token_ids, min, max)
+        self.check_ids(token_ids)
         self._check_length(len(token_ids))
         return Prompt(prompt, token_ids, salt)
 
@@ -81,14 +82,22 @@ class PromptReader:
             ) from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def check_ids(self, token_ids: list[int]) -> None:
+    def check_ids(self, token_ids: list[int] | np.ndarray) -> None:
         """Raise a ValueError for a token id outside of the vocabulary."""
-        self._check_ids(token_ids, min, max)
+        if not len(token_ids):
+            return
+        is_array = isinstance(token_ids, np.ndarray)  # whose own functions are faster than Python's
+        low, high = (token_ids.min(), token_ids.max()) if is_array else (min(token_ids), max(token_ids))
+        if low < 0 or high >= self._vocab_size:
+            size = self._vocab_size
+            raise ValueError(
+                f"token id {low if low < 0 else high} is outside the vocabulary of {size} (0 to {size - 1})"
+            )
 
     def _check_characters(self, text: str) -> None:
         """Refuse a text that surely has too many tokens, before the seconds and gigabytes that tokenising it takes."""
         fits = self._max_model_len - 1
-        if len(text) <= fits * _EASY_CHARACTERS or self._most_characters is None:
+        if len(text) <= fits * _UNCHECKED_CHARACTERS or self._most_characters is None:
             return
         most = fits * self._most_characters.number
         if len(text) > most:
@@ -124,7 +133,7 @@ class PromptReader:
             array = np.empty(0)
         if array.ndim == 1 and array.dtype.kind in "iu":
             self._check_length(len(array))
-            self._check_ids(array, np.min, np.max)  # sooner done than of a list
+            self.check_ids(array)
             return array.tolist()
         try:
             if isinstance(prompt, (bytes, bytearray, Set)) or array.dtype.kind == "b":
@@ -135,11 +144,5 @@ class PromptReader:
                 f"{name}: a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
             ) from None
         self._check_length(len(token_ids))
-        self._check_ids(token_ids, min, max)
+        self.check_ids(token_ids)
         return token_ids
-
-    def _check_ids(self, token_ids: Any, least: Callable[[Any], Any], most: Callable[[Any], Any]) -> None:
-        size = self._vocab_size
-        if len(token_ids) and ((low := least(token_ids)) < 0 or most(token_ids) >= size):
-            wrong = low if low < 0 else most(token_ids)
-            raise ValueError(f"token id {wrong} is outside the vocabulary of {size} (0 to {size - 1})")

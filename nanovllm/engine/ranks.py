@@ -29,7 +29,7 @@ from nanovllm.distributed.processes import Processes, RankError
 from nanovllm.distributed.rendezvous import join
 from nanovllm.engine.interrupts import interrupts_deferred
 from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.request import InboxEntry, Request
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.kernels import resolve_kernels
 from nanovllm.model_config import ModelConfig
@@ -44,7 +44,7 @@ _CHECK_STEPS = 16
 _STUCK_SECONDS = 20.0
 _NOT_STARTED = "it has not started; pass a larger rank_timeout if the machine is slow"
 _TIMED_OUT = "Timed out"  # Gloo's words, whose error has no type of its own
-_SIZES = range(1, 65)
+_POSSIBLE_SIZES = range(1, 65)
 
 
 class RequestRecord(NamedTuple):
@@ -71,10 +71,6 @@ class AbortRecord(NamedTuple):
     indices: list[int]
 
 
-Entry = tuple[Request, "list[Completion] | None"]
-"""A request to start (None), or with the completions to end."""
-
-
 class Ranks:
     """A single rank, which exchanges nothing; and what an engine asks of several."""
 
@@ -85,22 +81,22 @@ class Ranks:
     def when_failed(self, call: Callable[[], None]) -> None:
         """Call this, in a thread of its own, when a rank fails; an engine that has no work would not find out."""
 
-    def started(self, make: Callable[[], T]) -> T:
+    def make_on_all(self, make: Callable[[], T]) -> T:
         """What `make` returns, which is called on every rank with the group as `current_group()`."""
         return make()
 
-    def run(self, step: Callable[[], T]) -> T:
+    def run_step(self, step: Callable[[], T]) -> T:
         """What `step` returns, which runs on every rank."""
         return step()
 
-    def hand_on(self, entries: Sequence[Entry]) -> None:
-        """Start the next step on the other ranks, with what came before it."""
+    def send_inbox(self, entries: Sequence[InboxEntry]) -> None:
+        """Start the next step on the other ranks: send them what this rank applies before it schedules."""
 
-    def tell(self, method: str) -> None:
+    def call_on_others(self, method: str) -> None:
         """Call a method of the engine on the other ranks, between steps."""
 
-    def note(self, step: ScheduledStep | None) -> None:
-        """A step was scheduled."""
+    def compare_schedules(self, step: ScheduledStep | None) -> None:
+        """A step was scheduled: with NANOVLLM_CHECK=1 an error if another rank has scheduled other steps."""
 
     def close(self) -> None:
         """End the other ranks."""
@@ -179,7 +175,7 @@ class Leader(Ranks):
         """The process ids of the ranks from 1 on."""
         return self._processes.pids
 
-    def started(self, make: Callable[[], T]) -> T:
+    def make_on_all(self, make: Callable[[], T]) -> T:
         with self._stopped_on_failure():
             timeout = self._config.rank_timeout
             self._processes.receive("started", timeout, _NOT_STARTED)
@@ -193,7 +189,7 @@ class Leader(Ranks):
             meet("the engine has started")
             return made
 
-    def run(self, step: Callable[[], T]) -> T:
+    def run_step(self, step: Callable[[], T]) -> T:
         try:
             self._processes.raise_failure()
         except RankError as e:
@@ -239,19 +235,19 @@ class Leader(Ranks):
             except RuntimeError:
                 logger.debug("the GPU has failed", exc_info=True)
 
-    def hand_on(self, entries: Sequence[Entry]) -> None:
+    def send_inbox(self, entries: Sequence[InboxEntry]) -> None:
         news = [
             RequestRecord.of(request)
-            if ended is None
-            else AbortRecord(request.request_id, [completion.seq.index for completion in ended])
-            for request, ended in entries
+            if aborted is None
+            else AbortRecord(request.request_id, [completion.seq.index for completion in aborted])
+            for request, aborted in entries
         ]
         self._processes.send(("step", news))
 
-    def tell(self, method: str) -> None:
+    def call_on_others(self, method: str) -> None:
         self._processes.send((method, None))
 
-    def note(self, step: ScheduledStep | None) -> None:
+    def compare_schedules(self, step: ScheduledStep | None) -> None:
         if self._digest is None:
             return
         self._digest.add(step)
@@ -297,7 +293,7 @@ class Follower(Ranks):
         on_gpu = torch.cuda.is_available() and config.device != "cpu"
         self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
 
-    def started(self, make: Callable[[], T]) -> T:
+    def make_on_all(self, make: Callable[[], T]) -> T:
         config = self._config
         size, directory = config.tensor_parallel_size, Path(self._directory)
         self._connection.send(("started", None))
@@ -317,7 +313,7 @@ class Follower(Ranks):
         self._connection.send(("at", place))
         self._connection.recv()
 
-    def note(self, step: ScheduledStep | None) -> None:
+    def compare_schedules(self, step: ScheduledStep | None) -> None:
         if self._digest is not None:
             self._digest.add(step)
             if self._digest.is_due:
@@ -344,5 +340,5 @@ def check_split(model: ModelConfig, size: int) -> None:
     kernels = resolve_kernels(torch.device("cpu"), use_custom_kernels=False)
     found = problem(size)
     if found is not None:
-        possible = ", ".join(str(n) for n in _SIZES if problem(n) is None)
+        possible = ", ".join(str(n) for n in _POSSIBLE_SIZES if problem(n) is None)
         raise ValueError(f"{found}; sizes that this model allows: {possible}")

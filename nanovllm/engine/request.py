@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
 from nanovllm.engine.logit_rules import LogitRules
@@ -152,8 +153,8 @@ class Request:
         if self.listener is not None:
             self.listener(self)
 
-    def note_token(self) -> None:
-        """Keep the time of a completion's token."""
+    def record_token_time(self) -> None:
+        """A completion got a token now."""
         now = time.perf_counter()
         if self.first_token_time is None:
             self.first_token_time = now
@@ -179,3 +180,11 @@ class Request:
 
     def seconds_until(self, moment: float | None) -> float | None:
         return None if moment is None else moment - self.arrival_time
+
+
+class InboxEntry(NamedTuple):
+    """What a step does before it schedules: start a request, or abort completions of it."""
+
+    request: Request
+    aborted: list[Completion] | None = None
+    """None: the request starts."""

@@ -115,8 +115,9 @@ class SamplingMetadata:
     """On the host: the most log-probabilities that any row wants besides the sampled token's; None: none wants any."""
 
     @classmethod
-    def build(cls, rows: Sequence[SamplingRow], device: torch.device | str, pin: bool = False) -> SamplingMetadata:
-        """Everything in one buffer and one copy to the device, which is asynchronous with `pin` (CUDA only)."""
+    def build(cls, rows: Sequence[SamplingRow], device: torch.device | str) -> SamplingMetadata:
+        """Everything in one buffer and one copy to the device; on CUDA from pinned memory, without waiting for it."""
+        pin = torch.device(device).type == "cuda"
         params = [row.params for row in rows]
         changes = [(i, change) for i, row in enumerate(rows) for change in row.changes]
         num_rows, num_changes = len(rows), len(changes)

@@ -139,7 +139,7 @@ class Scheduler:
                 if self._preempt_last() is seq:
                     break
             else:
-                parts.append(self._take(seq, num_tokens, budget.piggybacked is not None))
+                parts.append(self._schedule_part(seq, num_tokens, budget.piggybacked is not None))
                 left -= num_tokens
                 i += 1
         return parts
@@ -173,7 +173,7 @@ class Scheduler:
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens, seq.admitted_time = start, time.perf_counter()
             self.running.append(seq)
-            parts.append(self._take(seq, num_tokens, piggyback, admitted=True))
+            parts.append(self._schedule_part(seq, num_tokens, piggyback, admitted=True))
             left -= num_tokens
 
     def update(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
@@ -212,7 +212,10 @@ class Scheduler:
             self.piggyback.ended(seq, reason)
         seq.end(reason, stop_reason)
 
-    def _take(self, seq: Sequence, num_tokens: int, piggyback: bool, admitted: bool = False) -> ScheduledSequence:
+    def _schedule_part(
+        self, seq: Sequence, num_tokens: int, piggyback: bool, admitted: bool = False
+    ) -> ScheduledSequence:
+        """The sequence's next tokens as a part of the step."""
         start = seq.num_computed_tokens
         early = piggyback or num_tokens == 1
         if early:

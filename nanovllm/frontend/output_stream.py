@@ -95,7 +95,7 @@ class OutputStream:
                     self._abort(index)
             ended = seq.finished
             if ended or self.request.first_token_time is None:
-                self.request.note_token()
+                self.request.record_token_time()
             return ended
 
     def end(self, index: int, reason: str, stop_reason: int | str | None) -> None:
@@ -104,7 +104,7 @@ class OutputStream:
             seq = self.request.completions[index].seq
             if not seq.finished:
                 seq.end(reason, stop_reason)
-                self.request.note_token()
+                self.request.record_token_time()
 
     def fail(self, error: Exception) -> None:
         """The request is lost."""

@@ -31,7 +31,7 @@ class SameInputs(Ranks):
     def __init__(self, group):
         self.rank, self._group = group.rank, group
 
-    def started(self, make):
+    def make_on_all(self, make):
         with split_over(self._group):
             return make()
 

@@ -23,7 +23,7 @@ def device(request):
 
 
 def build(rows, device):
-    return SamplingMetadata.build(rows, device, pin=device == "cuda")
+    return SamplingMetadata.build(rows, device)
 
 
 def make_sampler(device, max_num_seqs=8, vocab=VOCAB, op=sample):

@@ -231,7 +231,7 @@ class DecodeRunner:
             SamplingRow.of(seq, position + 1, seq_slot)
             for seq, position, seq_slot in zip(state.seqs, state.positions(), state.seq_slots())
         ]
-        metadata = SamplingMetadata.build(rows, state.device, pin=state.device.type == "cuda")
+        metadata = SamplingMetadata.build(rows, state.device)
         output = self._sampler(logits, metadata, self._paged.last_tokens, masks)
         state.advance(output.token_ids)
         return output.logprobs

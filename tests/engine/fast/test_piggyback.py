@@ -110,7 +110,7 @@ def run(lengths, outputs, piggyback, offline=True, slots=512):
         if step.kind is StepKind.PIGGYBACKED:
             piggybacked += 1
             counts = sizes.token_counts(sizes.padded_rows(len(step.sampling_parts)))
-            assert all(part.decodes for part in step.decodes)
+            assert all(part.decodes for part in step.sampling_parts)
             assert sum(piece.num_tokens for piece in step.pieces) <= counts[-1]
             assert len(step.pieces) <= sizes.sizes.max_pieces
         elif step.kind is StepKind.MIXED:
