@@ -10,11 +10,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import model_runner
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.fast import decode_runner, paths
+from nanovllm.engine.fast import decode_runner
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS
 from nanovllm.engine.model_setup import run_largest_steps
@@ -125,8 +126,12 @@ def tokens(llm):
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
+READ_ON_THE_HOST = {"detach", "to", "resolve_conj", "resolve_neg"}
+"""What `Tensor.numpy` calls when a result is read."""
+
+
 def test_the_engine_allocates_launches_and_records_on_its_device(directory, monkeypatch):
-    """Whichever device is current where it is called."""
+    """Whichever device is current where it is called: every operation of PyTorch, and every result's event."""
     current, seen = [], []
 
     @contextmanager
@@ -135,27 +140,26 @@ def test_the_engine_allocates_launches_and_records_on_its_device(directory, monk
         yield
         current.pop()
 
-    def call(inner, name, *args, **others):
-        seen.append((name, *current))
-        return inner(*args, **others)
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func.overloadpacket.__name__, *current))
+            return func(*args, **(kwargs or {}))
 
-    def watch(owner, *names):
-        for name in names:
-            monkeypatch.setattr(owner, name, partial(call, getattr(owner, name), name))
+    def result(*args, own=model_runner.StepResult, **kwargs):
+        seen.append(("result", *current))
+        return own(*args, **kwargs)
 
     monkeypatch.setattr(model_runner, "on_device", on_device)
-    watch(model_runner, "load_model", "StepResult")
-    watch(model_runner.kv_cache, "allocate")
-    watch(paths, "DecodeState")
-    watch(decode_runner, "StepResult")
-    llm = make(directory, device="cpu", max_model_len=128)
-    watch(llm.engine.runner, "_set_up_admitted", "hidden")
-    watch(llm.engine.runner.fast, "decode")
-    tokens(llm)
-    assert {name for name, *_ in seen} == {
-        "load_model", "allocate", "DecodeState", "_set_up_admitted", "hidden", "decode", "StepResult",
-    }  # fmt: skip
-    assert all(where == [torch.device("cpu")] for _, *where in seen) and not current
+    monkeypatch.setattr(model_runner, "StepResult", result)
+    monkeypatch.setattr(decode_runner, "StepResult", result)
+    cpu = torch.device("cpu")
+    with Operations():
+        llm = make(directory, device="cpu", max_model_len=128)
+        assert seen and all(where == [cpu] for _, *where in seen)
+        penalised = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, repetition_penalty=1.1)
+        llm.generate(PROMPTS, [*PARAMS[1:], penalised], use_tqdm=False)
+    elsewhere = {name for name, *where in seen if where != [cpu]}
+    assert elsewhere <= READ_ON_THE_HOST and ("result", cpu) in seen and not current
 
 
 @pytest.mark.gpu
