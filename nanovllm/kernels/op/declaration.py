@@ -117,7 +117,6 @@ class OpDeclaration:
             ValueError: the op has a provider of that name, the function does not take the op's parameters, or an
                 argument is not what `Provider` takes.
         """
-
         if callable(name):  # the decorator without parentheses
             raise ValueError(
                 f"op {self.name!r}: a provider needs a name: @{self.name}.provider('mine') above its function"

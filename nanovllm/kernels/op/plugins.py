@@ -25,27 +25,13 @@ from importlib.abc import SourceLoader
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
 
 from nanovllm.kernels.op import torch_library
-from nanovllm.kernels.op.registry import all_ops, registering, unregister
+from nanovllm.kernels.op.registry import LoadedPlugin, all_ops, loaded_plugins, registering, set_loaded, unregister
 
 logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "nanovllm.kernels"
-
-
-class _Loaded(NamedTuple):
-    """A plugin that was loaded, or that failed to load."""
-
-    text_hash: str | None
-    """Of its file; None: it is a module."""
-    failure: str | None
-    """Why loading it failed; None: it did not."""
-
-
-# Code is imported once a process, so this is kept for the process too.
-_loaded: dict[str, _Loaded] = {}
 
 
 def load_plugins(plugins: Sequence[str]) -> list[str]:
@@ -62,27 +48,31 @@ def load_plugins(plugins: Sequence[str]) -> list[str]:
         plugins = [str(plugins)]
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if not _load(entry.module, entry.load):  # under its module's name, which `plugins` may contain too
-            logger.warning("kernel plugin %s: %s", entry.module, _loaded[entry.module].failure)
+            logger.warning("kernel plugin %s: %s", entry.module, loaded_plugins()[entry.module].failure)
     names = []
     for plugin in map(str, plugins):
         is_file = plugin.endswith(".py")
         name = str(Path(plugin).expanduser().resolve()) if is_file else plugin
         run: Callable[[], object] = partial(_run_file, name) if is_file else partial(_import, plugin)
         if not _load(name, run, _hash(name) if is_file else None):
-            raise ValueError(f"kernel plugin {name}: {_loaded[name].failure}")
+            raise ValueError(f"kernel plugin {name}: {loaded_plugins()[name].failure}")
         names.append(name)
     return names
 
 
 def failures() -> Mapping[str, str]:
     """Plugins that could not be loaded, and why."""
-    return MappingProxyType({name: loaded.failure for name, loaded in _loaded.items() if loaded.failure is not None})
+    return MappingProxyType(
+        {name: loaded.failure for name, loaded in loaded_plugins().items() if loaded.failure is not None}
+    )
 
 
 def _load(name: str, run: Callable[[], object], text_hash: str | None = None) -> bool:
-    if _loaded.get(name) != (text_hash, None):
-        if name in _loaded and _loaded[name].failure is None:
-            _forget(name)
+    loaded = loaded_plugins().get(name)
+    if loaded != (text_hash, None):
+        if loaded is not None and loaded.failure is None:
+            for op_name in unregister(name):
+                torch_library.unregister(op_name)
         known, failure = set(all_ops()), None
         try:
             with registering(name):
@@ -92,8 +82,9 @@ def _load(name: str, run: Callable[[], object], text_hash: str | None = None) ->
                     torch_library.register_or_warn(declared)
         except (Exception, SystemExit) as e:  # whatever a plugin's code raises
             failure = _what_failed(name, e)
-        _loaded[name] = _Loaded(text_hash, failure)
-    return _loaded[name].failure is None
+        loaded = LoadedPlugin(text_hash, failure)
+        set_loaded(name, loaded)
+    return loaded.failure is None
 
 
 def _what_failed(name: str, error: BaseException) -> str:
@@ -113,13 +104,6 @@ def _what_failed(name: str, error: BaseException) -> str:
 
 
 _NOT_THERE = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")
-
-
-def _forget(name: str) -> None:
-    """Take back what a loaded plugin registered."""
-    del _loaded[name]  # first, since Ctrl-C may end loading it again
-    for op_name in unregister(name):
-        torch_library.unregister(op_name)
 
 
 def _hash(path: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The registry: every op that is declared, and which plugin declared it or registered its providers."""
+"""The registry: every op that is declared, and the plugins, which declare ops or register providers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from nanovllm.kernels.op.dispatch import Op
     from nanovllm.kernels.op.provider import Provider
 
+
+class LoadedPlugin(NamedTuple):
+    """A plugin that was loaded, or that failed to load."""
+
+    text_hash: str | None
+    """Of its file; None: it is a module."""
+    failure: str | None
+    """Why loading it failed; None: it did not."""
+
+
+# Code is imported once a process, so this is kept for the process too.
 _OPS: dict[str, Op] = {}
+_PLUGINS: dict[str, LoadedPlugin] = {}
 # The plugin that is being loaded: what registers meanwhile belongs to it.
 _plugin: ContextVar[str | None] = ContextVar("the plugin that is being loaded", default=None)
 
@@ -25,6 +37,16 @@ def current_plugin() -> str | None:
 def all_ops() -> Mapping[str, Op]:
     """Every declared op by name. Importing `nanovllm.kernels` declares those of the package."""
     return MappingProxyType(_OPS)
+
+
+def loaded_plugins() -> Mapping[str, LoadedPlugin]:
+    """Every plugin that was loaded or failed to load, by name."""
+    return MappingProxyType(_PLUGINS)
+
+
+def set_loaded(name: str, plugin: LoadedPlugin) -> None:
+    """Remember that a plugin was loaded or failed to load."""
+    _PLUGINS[name] = plugin
 
 
 def add_op(declared: Op) -> None:
@@ -51,12 +73,14 @@ def registering(plugin: str) -> Iterator[None]:
 
 @contextmanager
 def temporary() -> Iterator[None]:
-    """Whatever is registered within the block is taken back at its end."""
-    before = _registered()
+    """Whatever is registered within the block is taken back at its end; plugins loaded in it count as not loaded."""
+    before, plugins = _registered(), dict(_PLUGINS)
     try:
         yield
     finally:
         _restore(before)
+        _PLUGINS.clear()
+        _PLUGINS.update(plugins)
 
 
 def _registered() -> dict[str, tuple[Op, dict[str, Provider]]]:
@@ -73,7 +97,8 @@ def _restore(before: Mapping[str, tuple[Op, dict[str, Provider]]]) -> None:
 
 
 def unregister(plugin: str) -> list[str]:
-    """Take back what a plugin registered; the names of the ops that it had declared."""
+    """Take back what a loaded plugin registered; the names of the ops that it had declared."""
+    del _PLUGINS[plugin]  # first, since Ctrl-C may end loading it again
     declared = [name for name, o in _OPS.items() if o.origin == plugin]
     for name in declared:
         del _OPS[name]

@@ -20,7 +20,6 @@ def untouched(monkeypatch):
     """Whatever a test registers or loads is forgotten after it; no plugin that is installed here takes part."""
     monkeypatch.delenv("NANOVLLM_KERNELS", raising=False)
     monkeypatch.setattr(plugins, "entry_points", lambda group: ())
-    monkeypatch.setattr(plugins, "_loaded", {})
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     modules = set(sys.modules)
     yield
