@@ -113,7 +113,7 @@ class ModelRunner:
             if not step.continues:
                 self._set_up_admitted(step)
             result = self.fast.decode(step) or self._run(step)
-            self.sampler.masks.launched(result)
+            self.sampler.masks.step_launched(result)
             return result
 
     def _set_up_admitted(self, step: ScheduledStep) -> None:

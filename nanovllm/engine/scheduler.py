@@ -90,7 +90,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         if self.piggyback is not None and not self.has_unfinished:
-            self.piggyback.started()
+            self.piggyback.first_sequence_added()
         seq.max_len = seq.params.most_tokens(seq.prompt_len, self.max_model_len)
         seq.stop_ids = frozenset(seq.params.stop_token_ids or ()) | (
             frozenset() if seq.params.ignore_eos else self.eos_token_ids
@@ -209,7 +209,7 @@ class Scheduler:
             del self.waiting[seq]
             self._head_lacks_blocks = False  # the next one may need fewer blocks
         if self.piggyback is not None:
-            self.piggyback.ended(seq, reason)
+            self.piggyback.sequence_ended(seq, reason)
         seq.end(reason, stop_reason)
 
     def _schedule_part(

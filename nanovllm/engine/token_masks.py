@@ -98,7 +98,7 @@ class MaskBuilder:
         self._filler = MaskFiller()
         self.times: deque[MaskTimes] = deque(maxlen=_STEPS_TIMED)
 
-    def launched(self, result: StepResult) -> None:
+    def step_launched(self, result: StepResult) -> None:
         """A step was launched; the next step's masks may need its tokens."""
         self._latest = result
 

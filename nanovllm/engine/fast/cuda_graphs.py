@@ -126,7 +126,7 @@ class DecodeGraphs:
             launch: runs a step of a shape on static buffers. It is an argument of `run` too and is not kept, since it
                 refers to the owner of these graphs: with such a cycle, `del llm` would not free the GPU's memory.
         """
-        shapes = self._shapes()
+        shapes = self._shapes_at_start()
         for count, shape in enumerate(shapes, 1):
             self._graphs[shape] = self._backend.capture(partial(launch, shape))
             if count % _LOGGED_GRAPHS == 0:
@@ -145,7 +145,7 @@ class DecodeGraphs:
             *(StepShape(largest, mode=mode) for mode in self._modes),
         ]
 
-    def _shapes(self) -> list[StepShape]:
+    def _shapes_at_start(self) -> list[StepShape]:
         """What is captured at the start: the largest first, so that smaller ones fit into the memory that these
         have.
         """

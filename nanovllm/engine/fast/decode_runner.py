@@ -155,7 +155,7 @@ class DecodeRunner:
                 drawn = graphs.run(shape, self._launch_shape)
         masks = self._sampler.masks.begin(constrained, self._fill_beside) if constrained else None
         rest = partial(self._end, shape, logits, drawn, masks)
-        result = StepResult(step, None, order=order, device=state.device, rest=rest)
+        result = StepResult(step, None, order=order, device=self._paged.device, rest=rest)
         if masks is None or not self._fill_beside:
             result.complete()
         return result
@@ -169,7 +169,7 @@ class DecodeRunner:
         """
         state, logprobs = self.state, None
         try:
-            with torch.inference_mode(), on_device(state.device):  # this may be called after `launch` has returned
+            with torch.inference_mode(), on_device(self._paged.device):  # this may be called after `launch` has returned
                 if shape.mode is SamplingMode.GENERAL:
                     logprobs = self._sample_by_host(logits[: state.num_rows], masks)
                 elif not drawn:
@@ -231,7 +231,7 @@ class DecodeRunner:
             SamplingRow.of(seq, position + 1, seq_slot)
             for seq, position, seq_slot in zip(state.seqs, state.positions(), state.seq_slots())
         ]
-        metadata = SamplingMetadata.build(rows, state.device)
+        metadata = SamplingMetadata.build(rows, self._paged.device)
         output = self._sampler(logits, metadata, self._paged.last_tokens, masks)
         state.advance(output.token_ids)
         return output.logprobs

@@ -54,23 +54,20 @@ class DecodeState:
         ring: TokenRing | None = None,
     ) -> None:
         max_num_seqs, max_blocks = paged.max_num_seqs, paged.max_blocks
-        block_size, padding_block, device = paged.block_size, paged.padding_block, paged.device
-        self.max_num_seqs = max_num_seqs
+        padding_block, device = paged.padding_block, paged.device
         self.prefixes = prefixes
         self.ring = ring
-        self.block_size = block_size
-        self.padding_block = padding_block
-        self.device = device
+        self.block_size = paged.block_size
+        self._paged = paged
         self._advance = advance or advance_rows
         self.int64_fields = torch.zeros(_NUM_INTS, max_num_seqs, dtype=torch.int64, device=device)
         """With `int32_fields`: the fields of every row on the device, which steps read and advance."""
-        self.int64_fields[_KV_SLOT] = kv_slot(padding_block, 0, block_size)
+        self.int64_fields[_KV_SLOT] = kv_slot(padding_block, 0, self.block_size)
         self.int64_fields[_SEQ_SLOT] = max_num_seqs
         self.int32_fields = torch.zeros(_NUM_SMALL, max_num_seqs, dtype=torch.int32, device=device)
         self.int32_fields[_CONTEXT_LEN] = 1
         self._float_fields = self.int32_fields.view(torch.float32)
         self._block_table = torch.full((max_num_seqs, max_blocks), padding_block, dtype=torch.int32, device=device)
-        self._last_tokens = paged.last_tokens
         self._kept_views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
         self.num_rows = 0
@@ -170,10 +167,11 @@ class DecodeState:
 
     def send(self, rows: list[int]) -> None:
         """Write the updates of some rows, and copy them to the device without waiting."""
+        paged = self._paged
         taken = [(i, row, seq) for i, row in enumerate(rows) if (seq := self._seqs[row]) is not None]
         num_blocks = max((len(seq.block_table) for _, _, seq in taken), default=1)
         shape = (len(rows), _FIRST_BLOCK + (num_blocks + 1) // 2)
-        host = torch.empty(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        host = torch.empty(shape, dtype=torch.int64, pin_memory=paged.device.type == "cuda")
         updates = host.numpy()
         ints = updates[:, 1:_FIRST_SMALL]
         small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(np.int32)
@@ -181,10 +179,10 @@ class DecodeState:
         blocks = updates[:, _FIRST_BLOCK:].view(np.int32)
         # Padding rows first; a temperature of 0 is the cheapest.
         updates[:, 0] = rows
-        ints[:] = (0, 0, kv_slot(self.padding_block, 0, self.block_size), 0, 0, self.max_num_seqs, 0)
+        ints[:] = (0, 0, kv_slot(paged.padding_block, 0, self.block_size), 0, 0, paged.max_num_seqs, 0)
         small[:, : _TEMPERATURE + 1] = (1, 0, 0)
         floats[:, _TOP_P : _MIN_P + 1] = (1, 0)
-        blocks[:] = self.padding_block
+        blocks[:] = paged.padding_block
         sampling: list[SamplingRow] = []
         for i, row, seq in taken:
             table, position = seq.block_table, int(self._positions[row])
@@ -206,11 +204,11 @@ class DecodeState:
             ints[places, _SEED], ints[places, _DRAW], ints[places, _SEQ_SLOT] = packed.draws
             floats[places, _TEMPERATURE : _MIN_P + 1] = packed.floats[:3].T
             small[places, _TOP_K] = packed.top_k
-        self._write(host.to(self.device, non_blocking=True), num_blocks)
+        self._write(host.to(paged.device, non_blocking=True), num_blocks)
 
     def _write(self, updates: torch.Tensor, num_blocks: int) -> None:
         rows = updates[:, 0]
-        tokens = resolve_tokens(updates[:, 1 + _TOKEN], self._last_tokens)
+        tokens = resolve_tokens(updates[:, 1 + _TOKEN], self._paged.last_tokens)
         self.int64_fields.index_copy_(1, rows, updates[:, 1:_FIRST_SMALL].T)
         self.int64_fields[_TOKEN].index_copy_(0, rows, tokens)
         small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(torch.int32)
@@ -282,7 +280,7 @@ class DecodeState:
     def advance(self, tokens: torch.Tensor) -> None:
         """On the device: the first len(tokens) rows continue with these tokens [n] int64; padding rows stay."""
         ring = () if self.ring is None else (self.ring.tokens, self.ring.count)
-        self._advance(tokens, *self._views(tokens.shape[0])[:3], self._last_tokens, self.block_size, *ring)
+        self._advance(tokens, *self._views(tokens.shape[0])[:3], self._paged.last_tokens, self.block_size, *ring)
 
     def advance_mirror(self) -> None:
         """On the host: a step that advances every placed row was launched."""

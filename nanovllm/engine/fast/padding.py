@@ -93,8 +93,7 @@ class PaddedRuns:
     """
 
     def __init__(self, largest: RunsBucket, paged: PagedModel) -> None:
-        self._block_size = paged.block_size
-        self._padding_block = paged.padding_block
+        self._paged = paged
         # The padding is a sequence too, at most as long as the largest bucket.
         self._max_blocks = -(-max(paged.max_model_len, largest.num_tokens) // paged.block_size)
         # Steps run in order on one stream: all sizes share the memory of the largest.
@@ -107,7 +106,7 @@ class PaddedRuns:
         num_words = PaddedInputs.num_words(bucket, self._max_blocks)
         # The caching allocator does not hand pinned memory out again before the copy has run.
         host = torch.empty(num_words, dtype=torch.int64, pin_memory=on_gpu)
-        PaddedInputs.of(host, bucket, self._max_blocks).fill(batch, self._padding_block, self._block_size)
+        PaddedInputs.of(host, bucket, self._max_blocks).fill(batch, self._paged.padding_block, self._paged.block_size)
         self._static[:num_words].copy_(host, non_blocking=on_gpu)
 
     def batch(self, bucket: RunsBucket) -> tuple[DeviceBatch, torch.Tensor]:

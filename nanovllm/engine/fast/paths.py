@@ -17,7 +17,7 @@ from nanovllm.engine.fast.cuda_graphs import CudaGraphs, GraphBackend
 from nanovllm.engine.fast.decode_runner import DecodeRunner
 from nanovllm.engine.fast.decode_state import DecodeState
 from nanovllm.engine.fast.piggyback import Piggyback
-from nanovllm.engine.fast.policy import FastPolicy, by_context, enabled_paths, samples_in_graphs
+from nanovllm.engine.fast.policy import FastPolicy, attention_costs_its_bound, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
 from nanovllm.engine.fast.prefix_groups import PrefixGroups
 from nanovllm.engine.fast.step_shape import DecodeBuckets
@@ -75,7 +75,7 @@ class FastPaths:
         self.buckets = DecodeBuckets(
             paged.max_num_seqs,
             paged.max_model_len,
-            by_context(self._kernels),
+            attention_costs_its_bound(self._kernels),
             policy.min_shared_rows if enabled.prefix_groups else None,
             self.piggyback,
         )

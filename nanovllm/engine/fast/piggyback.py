@@ -73,11 +73,11 @@ class Piggyback:
 
     # ------------------------------------------------------------------------------------------------ for the scheduler
 
-    def started(self) -> None:
+    def first_sequence_added(self) -> None:
         """The first sequence comes to an idle scheduler."""
         self._ended_early = False
 
-    def ended(self, seq: TokenSequence, reason: str) -> None:
+    def sequence_ended(self, seq: TokenSequence, reason: str) -> None:
         """A sequence has ended."""
         self._ended_early |= seq.offline and reason == "stop"
 

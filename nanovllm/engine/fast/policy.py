@@ -184,12 +184,16 @@ def _piggybacks(policy: FastPolicy, kernels: Kernels, decode_graphs: bool, layer
                 " be captured"
             )
         return False
-    worth_it = decode_graphs and not by_context(kernels) and layer_bytes >= policy.piggyback.min_layer_bytes
+    worth_it = (
+        decode_graphs and not attention_costs_its_bound(kernels) and layer_bytes >= policy.piggyback.min_layer_bytes
+    )
     return bool(wanted) or worth_it
 
 
-def by_context(kernels: Kernels) -> bool:
-    """Whether the attention of decodes costs what the bound on the context length says: that of the reference does."""
+def attention_costs_its_bound(kernels: Kernels) -> bool:
+    """Whether the time of a decode step's attention follows from the bound on the context lengths, as the reference's
+    does. Kernels read the lengths on the device.
+    """
     return kernels.providers["attention_decode"] == "native"
 
 

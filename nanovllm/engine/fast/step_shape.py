@@ -62,7 +62,8 @@ class DecodeBuckets:
     """The sizes that decode batches are padded to, with or without graphs, so that both compute the same thing.
 
     Args:
-        by_context: whether attention costs what the bound on the context length says, not what the lengths are.
+        by_context: whether there are several bounds on the context lengths, for attention whose time follows from the
+            bound.
         min_shared_rows: rows from which on there are steps that attend to shared prefixes once; None: there are none.
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
     """

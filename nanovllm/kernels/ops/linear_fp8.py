@@ -63,13 +63,14 @@ def needs(numbers):
     return None
 
 
+WEIGHT_ARGUMENTS = {
+    "weight": "float8_e4m3fn[outputs, size]", "scale": "float32[scale_rows, scale_columns]", "bias": "[outputs]",
+}  # fmt: skip
+"""The patterns of a weight of 8-bit floats with its scales."""
+
+
 @op(
-    arguments={
-        "x": "[..., size]",
-        "weight": "float8_e4m3fn[outputs, size]",
-        "scale": "float32[scale_rows, scale_columns]",
-        "bias": "[outputs]",
-    },
+    arguments={"x": "[..., size]", **WEIGHT_ARGUMENTS},
     inputs=Inputs(
         make_inputs,
         needs=needs,

@@ -7,7 +7,7 @@ from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.op.inputs import Inputs, product_cost
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import after_norm_cost
-from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8, make_inputs, needs
+from nanovllm.kernels.ops.linear_fp8 import BLOCK, WEIGHT_ARGUMENTS, block_shape, dequantise_fp8, make_inputs, needs
 from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs
 
 LARGEST = 448.0
@@ -51,12 +51,7 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
 
 
 @op(
-    arguments={
-        "x": "[..., size]",
-        "weight": "float8_e4m3fn[outputs, size]",
-        "scale": "float32[scale_rows, scale_columns]",
-        "bias": "[outputs]",
-    },
+    arguments={"x": "[..., size]", **WEIGHT_ARGUMENTS},
     inputs=Inputs(
         make_inputs,
         needs=needs,
@@ -111,12 +106,7 @@ def _gated_cost(gate_up, weight, scale, bias=None):
 
 
 @op(
-    arguments={
-        "gate_up": "[..., 2*size]",
-        "weight": "float8_e4m3fn[outputs, size]",
-        "scale": "float32[scale_rows, scale_columns]",
-        "bias": "[outputs]",
-    },
+    arguments={"gate_up": "[..., 2*size]", **WEIGHT_ARGUMENTS},
     inputs=Inputs(
         _gated_inputs,
         needs=needs,
@@ -155,14 +145,7 @@ def _normed_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLO
 
 
 @op(
-    arguments={
-        "x": "[..., size]",
-        "residual": "[..., size]",
-        "norm_weight": "[size]",
-        "weight": "float8_e4m3fn[outputs, size]",
-        "scale": "float32[scale_rows, scale_columns]",
-        "bias": "[outputs]",
-    },
+    arguments={"x": "[..., size]", "residual": "[..., size]", "norm_weight": "[size]", **WEIGHT_ARGUMENTS},
     inputs=Inputs(
         _normed_inputs,
         needs=needs,
