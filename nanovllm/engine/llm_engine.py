@@ -13,7 +13,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.ranks import Leader, Ranks
+from nanovllm.engine.ranks.interface import Ranks
+from nanovllm.engine.ranks.leader import Leader
 from nanovllm.engine.request import Completion, InboxEntry, Request
 from nanovllm.engine.request_maker import RequestMaker
 from nanovllm.engine.scheduler import Scheduler
@@ -42,7 +43,7 @@ class LLMEngine:
     steps among threads that wait; a thread of its own may run them as well, and `Request.listener` tells others what
     came of it.
 
-    With `tensor_parallel_size` above 1 each rank has such an engine (`ranks.py`). An interrupt then takes effect after
+    With `tensor_parallel_size` above 1 each rank has such an engine (`ranks/`). An interrupt then takes effect after
     the step that it comes in, and a failure ends all ranks.
 
     Args:

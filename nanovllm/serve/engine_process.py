@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.ranks import RankError
+from nanovllm.engine.ranks.leader import RankError
 from nanovllm.frontend.core import EngineCore
 from nanovllm.frontend.core_messages import StepOutputs
 from nanovllm.serve.frames import CONFIG, FAILED, STEP, read_frames

@@ -19,7 +19,7 @@ from nanovllm.distributed.group import SINGLE, split_over
 from nanovllm.distributed.processes import Processes, RankConnection, exit_with_parent
 from nanovllm.distributed.rendezvous import join
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.ranks import Ranks
+from nanovllm.engine.ranks.interface import Ranks
 
 SECONDS = 60
 """A call of a rank, which may wait for one that is gone, ends after that time."""

@@ -179,7 +179,7 @@ def drawn(*arguments):
     return draw(*arguments)
 attention = all_ops()["attention_decode"]
 attention.providers["reads_lengths"] = Provider("reads_lengths", attention.native)
-if sys.argv[0].endswith("rank_worker.py"):
+if sys.argv[0].endswith("ranks/worker.py"):
 """
 
 

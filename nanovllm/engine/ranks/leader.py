@@ -1,13 +1,7 @@
-"""Several ranks that run one engine's steps: each has a scheduler of its own, and all get the same requests.
-
-Rank 0 is the user's process. Before a step it sends the others what came since the last one: requests and aborts.
-Everything else follows from these on every rank alike: the schedule, the tokens (equal logits, seeds and positions),
-and the ends of sequences. So ranks exchange nothing else but what the layers sum up.
-"""
+"""Rank 0, which starts the processes of the other ranks."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -16,9 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -27,103 +19,28 @@ from nanovllm.distributed.endings import abort, end_groups, leave
 from nanovllm.distributed.group import Group, split_over
 from nanovllm.distributed.processes import Processes, RankError
 from nanovllm.distributed.rendezvous import join
-from nanovllm.engine.interrupts import interrupts_deferred
-from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.request import InboxEntry, Request
+from nanovllm.engine.ranks.interface import (
+    CHECK_VARIABLE,
+    AbortRecord,
+    Ranks,
+    RequestRecord,
+    ScheduleDigest,
+    T,
+    still_seconds,
+)
+from nanovllm.engine.ranks.interrupts import interrupts_deferred
+from nanovllm.engine.request import InboxEntry
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.kernels import resolve_kernels
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import model_class
-from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-CHECK_VARIABLE = "NANOVLLM_CHECK"
-_CHECK_STEPS = 16
 _STUCK_SECONDS = 20.0
 _NOT_STARTED = "it has not started; pass a larger rank_timeout if the machine is slow"
 _TIMED_OUT = "Timed out"  # Gloo's words, whose error has no type of its own
 _POSSIBLE_SIZES = range(1, 65)
-
-
-class RequestRecord(NamedTuple):
-    """What the ranks need to make the same request."""
-
-    request_id: int
-    prompt: Prompt
-    params: SamplingParams
-    seed: int
-    offline: bool
-    with_text: bool
-
-    @classmethod
-    def of(cls, request: Request) -> RequestRecord:
-        prompt = Prompt(None, request.prompt_token_ids, request.cache_salt)
-        with_text = request.token_text is not None
-        return cls(request.request_id, prompt, request.params, request.seed, request.offline, with_text)
-
-
-class AbortRecord(NamedTuple):
-    """Completions of a request that are to end."""
-
-    request_id: int
-    indices: list[int]
-
-
-class Ranks:
-    """A single rank, which exchanges nothing; and what an engine asks of several."""
-
-    rank = 0
-    failure: str | None = None
-    """What a rank failed of: no step can run any more."""
-
-    def when_failed(self, call: Callable[[], None]) -> None:
-        """Call this, in a thread of its own, when a rank fails; an engine that has no work would not find out."""
-
-    def make_on_all(self, make: Callable[[], T]) -> T:
-        """What `make` returns, which is called on every rank with the group as `current_group()`."""
-        return make()
-
-    def run_step(self, step: Callable[[], T]) -> T:
-        """What `step` returns, which runs on every rank."""
-        return step()
-
-    def send_inbox(self, entries: Sequence[InboxEntry]) -> None:
-        """Start the next step on the other ranks: send them what this rank applies before it schedules."""
-
-    def call_on_others(self, method: str) -> None:
-        """Call a method of the engine on the other ranks, between steps."""
-
-    def compare_schedules(self, step: ScheduledStep | None) -> None:
-        """A step was scheduled: with NANOVLLM_CHECK=1 an error if another rank has scheduled other steps."""
-
-    def close(self) -> None:
-        """End the other ranks."""
-
-
-class ScheduleDigest:
-    """A hash over all steps so far, with the tokens that they began from."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=16)
-        self.steps = 0
-
-    def add(self, step: ScheduledStep | None) -> None:
-        self.steps += 1
-        for part in () if step is None else step.parts:
-            seq = part.seq
-            told = (seq.seq_id, seq.index, part[1:], seq.block_table, len(seq.token_ids), seq.token_ids[-1])
-            self._hash.update(repr(told).encode())
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the ranks compare their digests now."""
-        return self.steps % _CHECK_STEPS == 0
-
-    @property
-    def value(self) -> tuple[int, str]:
-        return self.steps, self._hash.hexdigest()
 
 
 class Leader(Ranks):
@@ -158,7 +75,7 @@ class Leader(Ranks):
         stuck = min(_STUCK_SECONDS, config.rank_timeout / 3)
         stuck += config.rank_timeout if device.type == "cpu" else 0
         self._processes = Processes(
-            "nanovllm.engine.rank_worker", self._size, environment, on_failure, stuck, still_seconds(config, device)
+            "nanovllm.engine.ranks.worker", self._size, environment, on_failure, stuck, still_seconds(config, device)
         )
         self._processes.send((config, self._directory, logger.getEffectiveLevel()))
         weakref.finalize(self, leave, self._processes, groups)
@@ -280,49 +197,6 @@ class _Meet:
                 raise RankError(f"rank {rank} differs from rank 0: {theirs} instead of {ours}")
         self._processes.send(("go", place))
         self._processes.watch(True)
-
-
-class Follower(Ranks):
-    """A rank from 1 on, in a process of its own."""
-
-    def __init__(self, rank: int, config: EngineConfig, connection: Connection, directory: str) -> None:
-        self.rank = rank
-        self._config, self._connection, self._directory = config, connection, directory
-        self._digest = ScheduleDigest() if os.environ.get(CHECK_VARIABLE) == "1" else None
-        self._group: Group | None = None
-        on_gpu = torch.cuda.is_available() and config.device != "cpu"
-        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-
-    def make_on_all(self, make: Callable[[], T]) -> T:
-        config = self._config
-        size, directory = config.tensor_parallel_size, Path(self._directory)
-        self._connection.send(("started", None))
-        group = join(directory, self.rank, size, self.device, config.rank_timeout, self._meet)
-        self._group = group
-        with split_over(group):
-            made = make()
-        self._meet("the engine has started")
-        return made
-
-    def close(self) -> None:
-        """Let go of the other ranks' memory, for which they wait when they free it."""
-        if self._group is not None:
-            self._group.kept.clear()
-
-    def _meet(self, place: str) -> None:
-        self._connection.send(("at", place))
-        self._connection.recv()
-
-    def compare_schedules(self, step: ScheduledStep | None) -> None:
-        if self._digest is not None:
-            self._digest.add(step)
-            if self._digest.is_due:
-                self._connection.send(("digest", self._digest.value))
-
-
-def still_seconds(config: EngineConfig, device: torch.device) -> float | None:
-    """If all ranks wait for so long, they wait for ever: GPUs do. On a CPU each collective ends by itself."""
-    return config.rank_timeout / 2 if device.type == "cuda" else None
 
 
 def check_split(model: ModelConfig, size: int) -> None:

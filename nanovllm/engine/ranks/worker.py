@@ -1,4 +1,4 @@
-"""The process of a rank from 1 on: `python -m nanovllm.engine.rank_worker FILE_DESCRIPTOR RANK`, started by rank 0.
+"""The process of a rank from 1 on: `python -m nanovllm.engine.ranks.worker FILE_DESCRIPTOR RANK`, started by rank 0.
 
 It makes an engine of the same arguments and takes every step that rank 0 takes.
 """
@@ -17,7 +17,8 @@ if __name__ == "__main__":
     exit_with_parent()  # before the imports, which take seconds
 
 from nanovllm.engine.llm_engine import LLMEngine  # noqa: E402
-from nanovllm.engine.ranks import AbortRecord, Follower, still_seconds  # noqa: E402
+from nanovllm.engine.ranks.follower import Follower  # noqa: E402
+from nanovllm.engine.ranks.interface import AbortRecord, still_seconds  # noqa: E402
 from nanovllm.engine.request import Request  # noqa: E402
 
 
