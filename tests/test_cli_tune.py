@@ -119,7 +119,7 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
 def test_the_list_shows_what_is_shipped(path, monkeypatch):
     """In force with the versions that it was measured with, else not used, and why."""
     monkeypatch.delenv(config_files.DIRECTORY_VARIABLE, raising=False)
-    written = config_files.document(path)["entries"]
+    written = config_files.read_document(path)["entries"]
     counts = Counter(data["tunable"] for data in written)
     document = json.loads(ok("--list", "--gpu", path.stem, "--json", "-"))
     assert document["gpu"] == path.stem and document["files"] == [str(path)]
@@ -199,7 +199,7 @@ def test_the_documentation_counts_what_is_shipped():
     said = re.search(r"ships (\d+) configurations for the H200 and (\d+) for the H100", text)
     files = [config_files.SHIPPED / f"nvidia-{gpu}.json" for gpu in ("h200", "h100")]
     assert set(files) == set(config_files.SHIPPED.glob("*.json"))
-    entries = [config_files.document(path)["entries"] for path in files]
+    entries = [config_files.read_document(path)["entries"] for path in files]
     assert said and [int(n) for n in said.groups()] == list(map(len, entries))
     for data in sum(entries, []):  # as docs/tuning.md says
         assert data["builtin_us"] >= 1.02 * data["us"], f"{data['tunable']} {data['key']}"

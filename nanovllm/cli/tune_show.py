@@ -118,7 +118,7 @@ def _in_force(row: dict[str, Any]) -> str:
 
 
 def _tunable_row(tunable: Tunable, gpu: str | None) -> dict[str, Any]:
-    from nanovllm.kernels.op.config_files import document, entries, paths
+    from nanovllm.kernels.op.config_files import entries, paths, read_document
     from nanovllm.tune.jobs import TUNABLES
 
     row: dict[str, Any] = {
@@ -132,7 +132,7 @@ def _tunable_row(tunable: Tunable, gpu: str | None) -> dict[str, Any]:
         return {**row, "reason": f"cannot be loaded here: {e}"}
     in_force = list({entry.key: entry for entry in found if not entry.stale}.values())
     stale = Counter(entry.stale for entry in found if entry.stale)
-    in_files = [data["tunable"] for path in (paths(gpu) if gpu else []) for data in document(path)["entries"]]
+    in_files = [data["tunable"] for path in (paths(gpu) if gpu else []) for data in read_document(path)["entries"]]
     if others := in_files.count(tunable.name) - len(found):
         stale["measured with kernels that had other parameters"] = others
     shown = ("key", "config", "us", "builtin_us", "date")

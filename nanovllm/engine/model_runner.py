@@ -32,7 +32,7 @@ from nanovllm.engine.token_masks import ConstrainedRow
 from nanovllm.garbage_collector import collector_off
 from nanovllm.hardware.devices import on_device
 from nanovllm.kernels import Kernels
-from nanovllm.models.packed_decoder import refusal
+from nanovllm.models.packed_decoder import why_not_packed
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.loader import load_model
 
@@ -58,7 +58,7 @@ class ModelRunner:
         self.dtype = select_dtype(config.dtype, checkpoint, device)
         limits = StepLimits.of(config, checkpoint.config, self.dtype, device)
         on_gpu = device.type == "cuda"
-        reason = refusal(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
+        reason = why_not_packed(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
         if reason:
             report_op_by_op(reason, config, checkpoint, device)
         timer = StartTimer()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.op.availability import interpretable_dot, triton_support
+from nanovllm.kernels.op.availability import refused_by_interpreter, triton_support
 from nanovllm.lab import cuda_build
 from nanovllm.lab.lesson import WAYS, Lesson
 
@@ -78,5 +78,5 @@ def _cuda(lesson: Lesson, device: torch.device) -> Way:
 def _triton(lesson: Lesson, device: torch.device, dtype: torch.dtype) -> Way:
     reason = triton_support(device)
     if reason is None and lesson.name == "matmul":
-        reason = interpretable_dot(torch.empty(0, dtype=dtype, device=device))
+        reason = refused_by_interpreter(torch.empty(0, dtype=dtype, device=device))
     return Way("triton", None, reason) if reason else Way("triton", lambda *args: lesson.launch(*args).run())

@@ -18,7 +18,7 @@ from nanovllm.models.registry import model_class
 NOT_SELECTED = "no provider of decoder_step was selected"
 
 
-def refusal(
+def why_not_packed(
     config: ModelConfig, kernels: Kernels, dtype: torch.dtype, cache_dtype: torch.dtype, num_ranks: int = 1
 ) -> str | None:
     """Why a model's layers cannot run as one op here; None: they can. `NOT_SELECTED` if that is the only reason.

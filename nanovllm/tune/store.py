@@ -12,7 +12,7 @@ from typing import Any
 
 from nanovllm.hardware.versions import versions
 from nanovllm.json_output import keep_json
-from nanovllm.kernels.op.config_files import SCHEMA, SHIPPED, document, entry_of, forget_files
+from nanovllm.kernels.op.config_files import SCHEMA, SHIPPED, entry_of, forget_files, read_document
 from nanovllm.kernels.triton.tunables import ALL
 from nanovllm.tune.jobs import TuningJob
 from nanovllm.tune.search import Outcome
@@ -90,7 +90,7 @@ def readable(path: Path) -> tuple[list[Entry], str | None]:
         return [], None
     wrong, found = None, []
     try:
-        document(path)
+        read_document(path)
     except ValueError as e:
         wrong = str(e).partition("; write it anew")[0]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -114,7 +114,7 @@ def drop_changed(directory: Path = SHIPPED) -> list[str]:
 
     dropped = []
     for path in sorted(directory.glob("*.json")):
-        changed = [data for data in document(path)["entries"] if not current(data)]
+        changed = [data for data in read_document(path)["entries"] if not current(data)]
         if changed:
             save(path.stem, [], directory, keep=current)
         dropped += [f"{path.name}: {data['tunable']} {json.dumps(data['key'])}" for data in changed]

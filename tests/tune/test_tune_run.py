@@ -98,7 +98,7 @@ def test_a_run_writes_what_kernels_then_read(tmp_path, monkeypatch):
     assert first["pruned"] == {"more than 64 values a thread: registers spill": 10} and first["untried"] == 0
     assert {"device", "date", "commit", "dirty", "search"} <= set(first)
     monkeypatch.setenv(config_files.DIRECTORY_VARIABLE, str(tmp_path))
-    found = config_files.in_force(tunables.RMS_NORM, GPU)
+    found = config_files.plans_in_force(tunables.RMS_NORM, GPU)
     assert found == {(rows, 1024, BF16): RowPlan(1, 8) for rows in (64, 256)}
 
 

@@ -70,11 +70,11 @@ def test_of_a_file_with_malformed_entries_the_others_are_kept(tmp_path, caplog, 
     with pytest.raises(
         ValueError, match=r"entries\[1\].key.rows: expected 128, .*; write it anew with `nanovllm tune`"
     ):
-        config_files.in_force(tunables.RMS_NORM, GPU)
+        config_files.plans_in_force(tunables.RMS_NORM, GPU)
     save(GPU, [new], tmp_path)
     assert "entries[1].key.rows" in caplog.text and "2 of its entries are kept" in caplog.text
     assert len(json.loads(path.read_text())["entries"]) == 3
-    assert config_files.in_force(tunables.RMS_NORM, GPU)[64, 1024, BF16] == RowPlan(2, 8)
+    assert config_files.plans_in_force(tunables.RMS_NORM, GPU)[64, 1024, BF16] == RowPlan(2, 8)
     for bad in ("no object", {"tunable": "rms_norm"}, half):
         path.write_text(json.dumps({"schema": 1, "gpu": GPU, "entries": [bad, good]}))
         kept, wrong = readable(path)

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.cpu.build import cpu_support
-from nanovllm.models.packed_decoder import PackedDecoderForCausalLM, refusal
+from nanovllm.models.packed_decoder import PackedDecoderForCausalLM, why_not_packed
 from nanovllm.weights.safetensors_files import WeightError
 from tests import tiny
 
@@ -108,7 +108,7 @@ def test_a_head_size_that_the_kernels_do_not_take(tmp_path):
     tiny.save(tmp_path, head_dim=24)
     llm = LLM(tmp_path, **OPTIONS)
     config = llm.engine.runner.model.config
-    assert refusal(config, llm.kernels, torch.float32, torch.float32) == "head_dim=24: expected a multiple of 16"
+    assert why_not_packed(config, llm.kernels, torch.float32, torch.float32) == "head_dim=24: expected a multiple of 16"
     assert not is_packed(llm) and tokens(llm, 199)
 
 

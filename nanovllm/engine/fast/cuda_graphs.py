@@ -155,7 +155,7 @@ class DecodeGraphs:
             *(StepShape(rows, context) for rows in sizes for context in contexts),
             *(StepShape(rows, longest, shared=True) for rows in buckets.shared_sizes[-1:]),
             *(StepShape(rows, mode=mode) for rows in sizes for mode in modes),
-            *(StepShape(rows, longest, mode=mode) for rows in buckets.whole_sizes[::-1] for mode in modes),
+            *(StepShape(rows, longest, mode=mode) for rows in buckets.one_graph_sizes[::-1] for mode in modes),
         ]
 
     @property

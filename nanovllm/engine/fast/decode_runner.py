@@ -10,7 +10,7 @@ import torch
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.cuda_graphs import DecodeGraphs, GraphBackend
 from nanovllm.engine.fast.decode_state import DecodeState
-from nanovllm.engine.fast.padding import NOTHING, PaddedRuns, RunsBucket
+from nanovllm.engine.fast.padding import EMPTY_BATCH, PaddedRuns, RunsBucket
 from nanovllm.engine.fast.piggyback import Piggyback
 from nanovllm.engine.fast.step_shape import DecodeBuckets, SamplingMode, StepShape
 from nanovllm.engine.logprobs import LogprobsTensors
@@ -99,7 +99,7 @@ class DecodeRunner:
         """Run each shape once; piggybacked tokens are padding."""
         for shape in shapes:
             if shape.piggybacked:
-                self._runs.send(NOTHING, self._runs_bucket(shape.piggybacked))
+                self._runs.send(EMPTY_BATCH, self._runs_bucket(shape.piggybacked))
             self._launch_shape(shape)
 
     def _launch_shape(self, shape: StepShape) -> None:

@@ -128,7 +128,7 @@ def _words(bucket: RunsBucket, max_blocks: int) -> list[int]:
     return [-(-n // _ALIGNMENT) * _ALIGNMENT for n in words]
 
 
-NOTHING = Batch(
+EMPTY_BATCH = Batch(
     tokens=np.empty((3, 0), np.int64),
     context_lens=np.empty(0, np.int32),
     block_table=np.empty((0, 0), np.int32),

@@ -23,7 +23,7 @@ import torch
 from nanovllm.distributed.group import current_group
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.cuda_graphs import Graph, GraphBackend
-from nanovllm.engine.fast.padding import NOTHING, PaddedRuns, RunsBucket
+from nanovllm.engine.fast.padding import EMPTY_BATCH, PaddedRuns, RunsBucket
 from nanovllm.engine.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class PrefillRunner:
     def run_every_shape(self, logits: torch.Tensor) -> None:
         """Run every size once. logits: as for `capture`."""
         for bucket in self.buckets:
-            self._runs.send(NOTHING, bucket)
+            self._runs.send(EMPTY_BATCH, bucket)
             self.run_padded(bucket, logits)
 
     def launch(self, batch: Batch) -> torch.Tensor | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from nanovllm.engine.fast.piggyback import Piggyback
 
-_LARGEST_WHOLE_STEP = 32
+_MOST_ROWS_IN_ONE_GRAPH = 32
 
 
 class SamplingMode(IntEnum):
@@ -89,7 +89,7 @@ class DecodeBuckets:
             rows = sorted({piggyback.padded_rows(size) for size in self.batch_sizes})
             self.piggybacked_sizes = [(n, tokens) for n in rows for tokens in piggyback.token_counts(n)]
         # By context there would be many more graphs, of a slow kernel.
-        self.whole_sizes = [size for size in self.batch_sizes if size <= _LARGEST_WHOLE_STEP and not by_context]
+        self.one_graph_sizes = [size for size in self.batch_sizes if size <= _MOST_ROWS_IN_ONE_GRAPH and not by_context]
 
     def fit(self, num_seqs: int, max_context_len: int) -> tuple[int, int]:
         """The smallest (batch size, context length) that holds a batch."""

@@ -35,7 +35,7 @@ def triton_support(device: torch.device) -> str | None:
     return None
 
 
-def interpretable_dot(*args: Any, **kwargs: Any) -> str | None:
+def refused_by_interpreter(*args: Any, **kwargs: Any) -> str | None:
     """For kernels with matrix products: why Triton's interpreter cannot run a call, or None."""
     first = args[0] if args else next(iter(kwargs.values()))
     if first.dtype == torch.bfloat16 and first.device.type == "cpu":

@@ -12,7 +12,7 @@ from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
 from nanovllm.kernels.cuda.packed.library import fp8_support, packed_support
 from nanovllm.kernels.external import flash_attn, flashinfer, onednn, symm_mem
-from nanovllm.kernels.op.availability import interpretable_dot, triton_support
+from nanovllm.kernels.op.availability import refused_by_interpreter, triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider
 from nanovllm.kernels.ops.linear_fp8_dynamic import refused as fp8_refused
@@ -75,13 +75,19 @@ _triton("gemm.packed_products", ops.linear_packed_add_rms_norm, num_tokens=True)
 _triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=fp8_refused, num_tokens=True)
 _triton("gemm.fp8_activations", ops.silu_and_mul_linear_fp8_dynamic, accepts=_gated_fp8_refused, num_tokens=True)
 _triton("gemm.fp8_activations", ops.add_rms_norm_linear_fp8_dynamic, accepts=_normed_fp8_refused, num_tokens=True)
-_triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=interpretable_dot)
+_triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=refused_by_interpreter)
 _triton("moe.experts", ops.moe_experts, ops.moe_experts_fp8)
 _triton("moe.route", ops.moe_route)
-_triton("attention.decode", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=interpretable_dot)
-_triton("attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=interpretable_dot, takes_out=True)
-_triton("attention.dense", extra.attention_dense, accepts=interpretable_dot)
-_triton("attention.prefill", ops.attention_prefill, accepts=interpretable_dot, takes_out=True, takes_concurrent=True)
+_triton(
+    "attention.decode", ops.attention_decode_shared, ops.qk_norm_rope_attention_shared, accepts=refused_by_interpreter
+)
+_triton(
+    "attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=refused_by_interpreter, takes_out=True
+)
+_triton("attention.dense", extra.attention_dense, accepts=refused_by_interpreter)
+_triton(
+    "attention.prefill", ops.attention_prefill, accepts=refused_by_interpreter, takes_out=True, takes_concurrent=True
+)
 
 for _op in (extra.fused_activation, extra.fused_add_gelu, ops.silu_and_mul):
     _op.add(Provider("cuda", f"nanovllm.kernels.cuda:{_op.name}", cuda_support, architectures="sm_75+"))

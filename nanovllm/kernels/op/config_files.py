@@ -51,7 +51,7 @@ class Entry:
     data: Mapping[str, Any]
 
 
-def in_force(tunable: Tunable, gpu: str, shipped: Path = SHIPPED) -> dict[Key, Any]:
+def plans_in_force(tunable: Tunable, gpu: str, shipped: Path = SHIPPED) -> dict[Key, Any]:
     """The plans by key that a tunable has on a GPU. What its files have for other versions or another source is logged.
 
     Args:
@@ -135,7 +135,7 @@ def gpu_of(device: torch.device) -> str | None:
     return canonical_gpu_name(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
-def document(path: Path) -> dict[str, Any]:
+def read_document(path: Path) -> dict[str, Any]:
     """A file's content.
 
     Raises:
@@ -169,7 +169,7 @@ def document(path: Path) -> dict[str, Any]:
 @cache
 def _entries(path: Path) -> Sequence[tuple[int, Mapping[str, Any]]]:
     known = imported(TUNABLES)
-    found = list(enumerate(document(path)["entries"]))
+    found = list(enumerate(read_document(path)["entries"]))
     # Perhaps from another version of this package, with other tunables: not an error, as for another source.
     for name, count in Counter(data["tunable"] for _, data in found if data["tunable"] not in known).items():
         near = difflib.get_close_matches(name, known, 1)

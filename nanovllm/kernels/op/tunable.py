@@ -154,7 +154,7 @@ class Tunable:
 
     def _read(self, device: torch.device) -> Mapping[Key, Any]:
         gpu = config_files.gpu_of(device)
-        self._tables[device] = {} if gpu is None else config_files.in_force(self, gpu)
+        self._tables[device] = {} if gpu is None else config_files.plans_in_force(self, gpu)
         return self._tables[device]
 
 

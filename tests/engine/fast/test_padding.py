@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.fast.padding import NOTHING, PaddedInputs, RunsBucket
+from nanovllm.engine.fast.padding import EMPTY_BATCH, PaddedInputs, RunsBucket
 
 
 def inputs(bucket, max_blocks=5):
@@ -49,7 +49,7 @@ def test_a_full_bucket_has_an_empty_run_of_padding():
 
 def test_padding_alone():
     got = inputs(RunsBucket(4, 2))
-    got.fill(NOTHING, padding_block=6, block_size=16)
+    got.fill(EMPTY_BATCH, padding_block=6, block_size=16)
     assert got.tokens.tolist() == [[0] * 4, [0] * 4, [96] * 4] and got.logits_rows.tolist() == [0, 0]
     assert got.cu_seqlens_q.tolist() == [0, 4, 4, 4] and got.context_lens.tolist() == [4, 1, 1]
     assert (got.block_table == 6).all()

@@ -10,7 +10,7 @@ import torch
 triton = pytest.importorskip("triton")
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op import config_files
-from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, document, entries, in_force
+from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, entries, plans_in_force, read_document
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.rows.plans import RowPlan
 from nanovllm.tune.store import drop_changed
@@ -41,7 +41,7 @@ def test_the_users_directory_takes_precedence_entry_by_entry(config_folder, tmp_
     shipped = tmp_path_factory.mktemp("shipped")
 
     def found():
-        return [in_force(tunables.RMS_NORM, GPU, shipped).get((rows, 64, BF16)) for rows in (4, 8)]
+        return [plans_in_force(tunables.RMS_NORM, GPU, shipped).get((rows, 64, BF16)) for rows in (4, 8)]
 
     other = {**KEY, "rows": 8}
     write(shipped, entry(config={"rows": 1, "warps": 1}), entry(key=other, config={"rows": 1, "warps": 2}))
@@ -72,7 +72,7 @@ def test_a_stale_entry_is_not_used_and_said_once(config_folder, caplog, monkeypa
     monkeypatch.delenv(DIRECTORY_VARIABLE)
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        assert in_force(tunables.RMS_NORM, GPU, shipped=config_folder) == {}
+        assert plans_in_force(tunables.RMS_NORM, GPU, shipped=config_folder) == {}
     assert [r.levelno for r in caplog.records] == [logging.INFO]
 
 
@@ -176,7 +176,7 @@ def test_a_directory_that_is_none_is_said_once(tmp_path, monkeypatch, caplog, ma
 def test_shipped_files_are_well_formed():
     assert {p.stem for p in SHIPPED.glob("*.json")} >= {"nvidia-h100", "nvidia-h200"}
     for path in SHIPPED.glob("*.json"):
-        for data in document(path)["entries"]:
+        for data in read_document(path)["entries"]:
             tunable = tunables.ALL[data["tunable"]]
             tunable.plan_from_json(data["config"], tunable.key_from_json(data["key"]))
             assert data["us"] > 0 and data["date"] and data["tried"] > 0 and data["device"]
@@ -188,7 +188,7 @@ DROP = """python -c 'from nanovllm.tune.store import drop_changed; print(*drop_c
 def _changed(path):
     """A line for each entry of a file whose kernels have changed since it was measured; last, how to remove them."""
     found = []
-    for data in document(path)["entries"]:
+    for data in read_document(path)["entries"]:
         tunable = tunables.ALL[data["tunable"]]
         if data["source"] != tunable.source:
             shapes = " ".join(f"--shape {'x'.join(map(str, shape))}" for shape in data["shapes"])
@@ -212,7 +212,7 @@ def test_a_kernel_on_such_a_gpu_finds_what_is_shipped(path, monkeypatch):
     """With the versions that it was measured with; with others it is not used."""
     monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
     device, current = torch.device("cuda", 0), []
-    for data in document(path)["entries"]:
+    for data in read_document(path)["entries"]:
         tunable = tunables.ALL[data["tunable"]]
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=data["device"]: name)
         key = tunable.key_from_json(data["key"])
@@ -244,6 +244,6 @@ def test_entries_of_changed_kernels_are_named_and_can_be_removed(tmp_path):
     assert f"{first['tunable']} {first['key']}" in said and f"on an {first['device']}:" in said and DROP in remedy
     assert f"nanovllm tune {first['op']} --shape " in said and f"--dtype {first['dtype']} --out" in said
     assert drop_changed(tmp_path) == [f"nvidia-h200.json: {first['tunable']} {json.dumps(first['key'])}"]
-    left = document(path)["entries"]
+    left = read_document(path)["entries"]
     assert sorted(map(str, left)) == sorted(map(str, whole["entries"][1:])) and drop_changed(tmp_path) == []
     assert DROP in (SHIPPED.parents[2] / "CONTRIBUTING.md").read_text()
