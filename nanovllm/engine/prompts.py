@@ -86,8 +86,10 @@ class PromptReader:
         """Raise a ValueError for a token id outside of the vocabulary."""
         if not len(token_ids):
             return
-        is_array = isinstance(token_ids, np.ndarray)  # whose own functions are faster than Python's
-        low, high = (token_ids.min(), token_ids.max()) if is_array else (min(token_ids), max(token_ids))
+        if isinstance(token_ids, np.ndarray):  # Python's own functions would be slow
+            low, high = token_ids.min(), token_ids.max()
+        else:
+            low, high = min(token_ids), max(token_ids)
         if low < 0 or high >= self._vocab_size:
             size = self._vocab_size
             raise ValueError(

@@ -69,7 +69,7 @@ def failures() -> Mapping[str, str]:
 
 def _load(name: str, run: Callable[[], object], text_hash: str | None = None) -> bool:
     loaded = loaded_plugins().get(name)
-    if loaded != (text_hash, None):
+    if loaded is None or loaded != LoadedPlugin(text_hash, None):
         if loaded is not None and loaded.failure is None:
             for op_name in unregister(name):
                 torch_library.unregister(op_name)
