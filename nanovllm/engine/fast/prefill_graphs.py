@@ -56,9 +56,7 @@ class PrefillRunner:
         min_full_share: the share of a full step's bucket that a step must fill to be padded to it.
     """
 
-    def __init__(
-        self, paged: PagedModel, buckets: list[RunsBucket], full_tokens: int, min_full_share: float = 15 / 16
-    ) -> None:
+    def __init__(self, paged: PagedModel, buckets: list[RunsBucket], full_tokens: int, min_full_share: float) -> None:
         self.buckets = buckets
         self._full_tokens = full_tokens
         self._min_full_share = min_full_share

@@ -20,7 +20,6 @@ from nanovllm.arguments import reject_unknown
 from nanovllm.kernels.op.argument_check import ArgumentCheck
 from nanovllm.kernels.op.inputs import Cost, Inputs
 from nanovllm.kernels.op.provider import (
-    CAPABILITIES,
     NATIVE,
     KernelError,
     Provider,
@@ -123,12 +122,6 @@ class OpDeclaration:
             )
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-            hung = [f for f in CAPABILITIES if hasattr(fn, f)]
-            if hung:
-                raise ValueError(
-                    f"provider {name!r} of op {self.name!r}: {hung[0]} is an argument of the registration, "
-                    f"@{self.name}.provider({name!r}, {hung[0]}=...), not an attribute of the function"
-                )
             wanted, taken = (list(inspect.signature(f).parameters.values()) for f in (self.native, fn))
             generic = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken)
             optional = [p for p in ("out", "concurrent", "fresh") if capabilities.get(f"takes_{p}")]

@@ -21,8 +21,6 @@ import torch
 logger = logging.getLogger(__name__)
 
 NATIVE = "native"
-CAPABILITIES = ("capturable", "takes_out", "takes_concurrent", "takes_fresh", "num_tokens", "planned", "prepack")
-"""Fields of `Provider` that say what its function can do."""
 
 Support = Callable[[torch.device], "str | None"]
 
