@@ -120,7 +120,8 @@ class ModelRunner:
         for part in step.parts:
             if part.admitted:
                 seq = part.seq
-                self.sampler.admit(part.seq_slot, seq.token_ids[: seq.prompt_len], seq.output_token_ids, seq.params)
+                if seq.params.uses_penalties:
+                    self.sampler.admit(part.seq_slot, seq.token_ids[: seq.prompt_len], seq.output_token_ids, seq.params)
                 self.fast.forget(part.seq_slot)
 
     def _run(self, step: ScheduledStep) -> StepResult:

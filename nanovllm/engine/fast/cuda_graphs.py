@@ -163,9 +163,6 @@ class DecodeGraphs:
         """What is captured by now."""
         return set(self._graphs)
 
-    def __len__(self) -> int:
-        return len(self._graphs)
-
     def run(self, shape: StepShape, launch: Callable[[StepShape], object]) -> bool:
         """Replay a step. False: its kind of sampling was not captured, and the step ends with the static logits.
 

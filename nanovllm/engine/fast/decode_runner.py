@@ -169,7 +169,8 @@ class DecodeRunner:
         """
         state, logprobs = self.state, None
         try:
-            with torch.inference_mode(), on_device(self._paged.device):  # this may be called after `launch` has returned
+            # This may be called after `launch` has returned.
+            with torch.inference_mode(), on_device(self._paged.device):
                 if shape.mode is SamplingMode.GENERAL:
                     logprobs = self._sample_by_host(logits[: state.num_rows], masks)
                 elif not drawn:

@@ -265,7 +265,7 @@ class DecodeState:
         )
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Of the first rows: `int64_fields`, context lengths, block table; what sampling takes. Kept from step to step."""
+        """Of the first rows, kept over steps: int64 fields, context lengths, block table, sampling arguments."""
         if self._kept_views is None or self._kept_views[1].shape[0] != num_rows:
             ints, small, floats = (t[:, :num_rows] for t in (self.int64_fields, self.int32_fields, self._float_fields))
             sampling = (floats[_TEMPERATURE], small[_TOP_K], floats[_TOP_P], floats[_MIN_P], ints[_SEED], ints[_DRAW])
