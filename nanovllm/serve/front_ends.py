@@ -218,6 +218,7 @@ class FrontEnds:
                 del self._outboxes[number]
                 outbox.close()
                 core.abort_front_end(number)
+                outbox.join(_THREAD_SECONDS)  # `close` waits for this thread alone
 
 
 def _receive(frames: Iterator[tuple[int, bytes]], core: EngineCore) -> None:
