@@ -34,7 +34,7 @@ class RaceWatch:
 
     A race is an element that one program changes and another one reads or changes. It is none if the first program
     makes an atomic operation after its access and the second one before its own: then they may have an agreement, such
-    as a counter of the programs that are done. Atomic operations themselves are no races.
+    as a counter of the programs that are done. Atomic operations themselves are no races, loads and stores included.
 
     Attributes:
         race: None, or what was found first.
@@ -42,6 +42,7 @@ class RaceWatch:
 
     def __init__(self) -> None:
         self.race: str | None = None
+        self._in_atomic = False
         self._undo: list[Callable[[], None]] = []
         self._begin((1, 1, 1))
 
@@ -57,7 +58,7 @@ class RaceWatch:
         from triton.runtime import interpreter
 
         builder, memory = interpreter.interpreter_builder, interpreter._interpreter
-        originals = {name: getattr(builder, name) for name in _WATCHED}
+        originals = {name: getattr(builder, name) for name in (*_WATCHED, *_ATOMIC) if hasattr(builder, name)}
 
         def watched_grid_dim(*dims: int) -> None:
             self._begin(dims)
@@ -79,21 +80,25 @@ class RaceWatch:
                 old = memory.load(ptrs.data, mask.data, new, new.dtype)
                 bits = f"u{new.itemsize}"
                 changed = np.broadcast_to(old.view(bits) != new.view(bits), ptrs.data.shape)
-                self._write(ptrs.data[changed & np.broadcast_to(mask.data, ptrs.data.shape)])
+                stored = np.broadcast_to(mask.data, ptrs.data.shape)
+                self._write_again(ptrs.data[~changed & stored])
+                self._write(ptrs.data[changed & stored])
             return originals["create_masked_store"](ptrs, value, mask, *args, **kwargs)
 
         def watched_atomic(name: str) -> Callable[..., Any]:
             def atomic(*args: Any, **kwargs: Any) -> Any:
                 self._atomics[self._program] = self._atomics.get(self._program, 0) + 1
-                return originals[name](*args, **kwargs)
+                self._in_atomic = True  # some of them call the functions of plain loads and stores
+                try:
+                    return originals[name](*args, **kwargs)
+                finally:
+                    self._in_atomic = False
 
             return atomic
 
-        watched = (
-            watched_grid_dim, watched_grid_idx, watched_load, watched_store,
-            watched_atomic("create_atomic_rmw"), watched_atomic("create_atomic_cas"),
-        )  # fmt: skip
-        for name, function in zip(_WATCHED, watched, strict=True):
+        watched = (watched_grid_dim, watched_grid_idx, watched_load, watched_store)
+        atomics = {name: watched_atomic(name) for name in _ATOMIC if name in originals}
+        for name, function in (dict(zip(_WATCHED, watched, strict=True)) | atomics).items():
             setattr(builder, name, function)
             self._undo.append(functools.partial(delattr, builder, name))  # the class's method is there again
         return self
@@ -103,7 +108,7 @@ class RaceWatch:
             self._undo.pop()()
 
     def _looks(self) -> bool:
-        return self.race is None and self._dims != (1, 1, 1)
+        return self.race is None and self._dims != (1, 1, 1) and not self._in_atomic
 
     def _read(self, addresses: np.ndarray) -> None:
         for page, at in _pages(addresses):
@@ -123,6 +128,14 @@ class RaceWatch:
             writes = self._writes.setdefault(page, _Accesses())
             writes.program[at] = self._program
             writes.atomics[at] = self._atomics.get(self._program, 0)
+
+    def _write_again(self, addresses: np.ndarray) -> None:
+        """This program stores what is there already: it may read that, whichever program stored it first."""
+        for page, at in _pages(addresses):
+            if (writes := self._writes.get(page)) is not None:
+                at = at[writes.program[at] != _NOBODY]
+                writes.program[at] = self._program
+                writes.atomics[at] = self._atomics.get(self._program, 0)
 
     def _report(self, accesses: _Accesses, at: np.ndarray, what: str) -> None:
         """Keep the race between this program and those of earlier accesses, if there is one."""
@@ -145,10 +158,11 @@ class RaceWatch:
         return (x, *divmod(rest, self._dims[2]))
 
 
-_WATCHED = (
-    "set_grid_dim", "set_grid_idx", "create_masked_load", "create_masked_store", "create_atomic_rmw",
-    "create_atomic_cas",
+_WATCHED = ("set_grid_dim", "set_grid_idx", "create_masked_load", "create_masked_store")
+_ATOMIC = (
+    "create_atomic_rmw", "create_atomic_cas", "create_atomic_load", "create_atomic_store", "create_atomic_poll",
 )  # fmt: skip
+"""The last three are there from some version of Triton on."""
 
 
 def race_watch() -> AbstractContextManager[RaceWatch | None]:
