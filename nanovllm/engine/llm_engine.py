@@ -303,6 +303,8 @@ class LLMEngine:
         An interrupt can come in the middle of anything, so the scheduler's list of running sequences is not used: the
         sequences that do not wait are ended.
         """
+        for result in self._in_flight:
+            result.drop()  # else the next requests' first step would launch its end, and be lost if that fails
         self._in_flight.clear()
         self.scheduler.reset()
         waiting = self.scheduler.waiting

@@ -34,7 +34,7 @@ class StepResult:
         order: [n] int64, the row of each of these parts; None: they are in order.
         device: the device that computes the step; None: where `token_ids` is.
         rest: launches what was put off, and returns the tokens and their log-probabilities; None: nothing was. It is
-            called once, by `complete`, before the next step is launched.
+            called once, by `complete`, before the next step is launched; or never, after `drop`.
     """
 
     def __init__(
@@ -62,6 +62,10 @@ class StepResult:
         if self._rest is not None:
             rest, self._rest = self._rest, None
             self._launched(*rest(self))
+
+    def drop(self) -> None:
+        """Nobody reads this result any more: what was put off is not launched."""
+        self._rest = None
 
     def _launched(self, token_ids: torch.Tensor, logprobs: LogprobsTensors | None) -> None:
         device = self._device or token_ids.device

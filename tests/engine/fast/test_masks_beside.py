@@ -102,3 +102,35 @@ def test_an_end_that_fails_loses_its_requests_alone(directory, expected, policy,
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
     assert_clean(llm.engine)
     assert generate(llm, PROMPTS, PARAMS) == expected
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_step_that_was_given_up_is_not_ended(directory, expected, policy):
+    """Its requests are lost; the end of their step is not launched with the next requests, which would be lost if it
+    failed, and does not keep the engine's memory.
+    """
+    calls, fails = [], []
+
+    def counted(*args):
+        calls.append(args[0].shape)
+        return all_ops()["apply_token_bitmask"].native(*args)
+
+    def raises(_):
+        if not fails:
+            fails.append(True)
+            raise RuntimeError("no more fish")
+
+    with registered("apply_token_bitmask", counted):
+        llm = engine(directory, POLICIES[policy], kernel_priority={"apply_token_bitmask": ["mine"]})
+    short = llm.engine.add_request([5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    short.listener = raises
+    lost = llm.engine.add_request(PROMPTS[0], PARAMS[0])
+    with pytest.raises(RuntimeError, match="no more fish"):
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+    assert lost.finished and len(calls) == lost.num_output_tokens
+    assert_clean(llm.engine)
+    made = len(calls)
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert len(calls) == made
+    assert generate(llm, PROMPTS, PARAMS) == expected
