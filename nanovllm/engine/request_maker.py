@@ -100,8 +100,11 @@ class RequestMaker:
         return request
 
     def has_new_grammar(self, params: SamplingParams) -> bool:
-        """Whether `make` would have to compile a grammar."""
-        return self._constraints is not None and not self._constraints.is_compiled(params)
+        """Whether `make` would have to check or compile a grammar."""
+        spec = params.structured_outputs
+        if self._constraints is None or not isinstance(spec, StructuredOutputs):
+            return False
+        return not (self._checker.has_passed(spec) and self._constraints.is_compiled(params))
 
     def prepare(self) -> None:
         """Do ahead what the first request with a grammar would take long for."""

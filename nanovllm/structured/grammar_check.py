@@ -43,7 +43,7 @@ class GrammarChecker:
         """Raise a ValueError unless the grammar compiles, a GrammarsBusyError if others take too long before it, or
         after `close`.
         """
-        if spec in self._passed:
+        if self.has_passed(spec):
             return
         require_llguidance()
         if not self._lock.acquire(timeout=self._seconds):
@@ -59,6 +59,10 @@ class GrammarChecker:
                 self._passed.popitem(last=False)
         finally:
             self._lock.release()
+
+    def has_passed(self, spec: StructuredOutputs) -> bool:
+        """Whether `check` returns at once. The grammars that passed last are known."""
+        return spec in self._passed
 
     def close(self) -> None:
         """End the check that runs, and those that wait: a program that ends would wait for their threads."""

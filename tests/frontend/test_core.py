@@ -94,3 +94,16 @@ def test_a_grammar_that_does_not_compile_and_an_engine_that_was_closed(core):
     assert failed(told)[1][0] == "refused" and "regex" in failed(told)[1][1]
     core.start(StartRequest(2, [5, 6], GRAMMAR | {"nonsense": 1}, 1, None))
     assert failed(told)[2][0] == "refused"
+
+
+def test_a_grammar_whose_check_is_forgotten_is_new(core):
+    """More checks are remembered than compiled grammars, but the first ones are forgotten first, however much used."""
+    maker = core[0].engine.maker
+    maker.go.set()
+    used = SamplingParams(**GRAMMAR)
+    for i in range(300):
+        maker.make([5, 6], used)
+        maker.make([5, 6], SamplingParams(structured_outputs={"regex": f"a{{{i}}}b"}))
+        if maker.has_new_grammar(used):
+            return
+    pytest.fail("its check was forgotten")
