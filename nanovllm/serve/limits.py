@@ -124,6 +124,9 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _await_headers(self) -> None:
         self._in_headers, self._header_bytes, self._num_headers = True, 0, 0
+        self._set_deadline()
+
+    def _set_deadline(self) -> None:
         self._deadline = self.loop.call_later(self.limits.receive_timeout, self._too_slow)
 
     def _headers_are_there(self) -> None:
@@ -133,6 +136,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _too_slow(self) -> None:
+        if self.flow.read_paused:  # it is this side that waits: for the answers to earlier requests
+            self._set_deadline()
+            return
         said = f"the headers did not arrive within {self.limits.receive_timeout:g} seconds"
         self._refuse(b"408 Request Timeout" if self._header_bytes or self.scope else b"", said)
 

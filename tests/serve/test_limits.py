@@ -73,6 +73,13 @@ def test_a_refusal_comes_after_the_answers_before_it(slow, refused, status, toge
     slow.assert_idle()
 
 
+def test_a_request_that_the_server_does_not_read_yet_is_not_too_slow(slow):
+    """It reads nothing more while requests wait for the answer of an earlier one."""
+    long = post(stream=True, max_tokens=200)
+    found = answers(slow, long, GET + GET[:10], GET[10:], b"nonsense\r\n\r\n")
+    assert [status for status, _ in found] == [200, 200, 200, 400]
+
+
 def test_a_bad_request_alone_is_answered_at_once(slow):
     for bad, status in ((HEADERS, 431), (URL, 414), (BROKEN_BODY, 400)):
         assert [found[0] for found in answers(slow, GET, bad)] == [200, status]
