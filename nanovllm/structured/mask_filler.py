@@ -70,7 +70,10 @@ class MaskFiller:
             self.fill(constraints, masks, parallel_from=1)
             return time.perf_counter() - start
 
-        running = self._beside.submit(run)
+        try:
+            running = self._beside.submit(run)
+        except RuntimeError:  # the interpreter ends: no thread takes work any more
+            return self.filled(constraints, masks)
         # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms. The masks need it no more.
         started.acquire()
         return Filling(None, running)

@@ -1,5 +1,8 @@
 """Masks that threads fill while the host reads the step before: the end of such a step is launched later."""
 
+import subprocess
+import sys
+
 import pytest
 
 from nanovllm import SamplingParams
@@ -134,3 +137,20 @@ def test_a_step_that_was_given_up_is_not_ended(directory, expected, policy):
     assert llm.generate([[5, 6]], SamplingParams(max_tokens=1), use_tqdm=False)
     assert len(calls) == made
     assert generate(llm, PROMPTS, PARAMS) == expected
+
+
+PROGRAM = """
+import atexit, sys
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.fast.policy import FastPolicy
+
+llm = LLM(sys.argv[1], device="cpu", async_scheduling=True, max_model_len=64, fast_policy=FastPolicy(fill_beside=True))
+params = SamplingParams(structured_outputs={"regex": "yes, yes"})
+atexit.register(lambda: print(llm.generate("x", params, use_tqdm=False)[0].outputs[0].text))
+"""
+
+
+def test_a_program_that_ends_still_fills_masks(directory):
+    """Python's threads take no work any more when the functions of atexit run, nor while a last step does."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(directory)], capture_output=True, text=True)
+    assert done.stdout == "yes, yes\n", done.stderr
