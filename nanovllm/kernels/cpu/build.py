@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from nanovllm.kernels.cpu import prebuilt
+from nanovllm.kernels.cpu.compilers import WANTED, lacking_instructions, unfit
 from nanovllm.kernels.cuda.build import exclusive, make_private, not_private
 
 FLAGS = (
@@ -67,8 +68,10 @@ def _not_compiled() -> str | None:
     if (reason := not_private(directory, "NANOVLLM_CACHE")) is not None:
         return reason
     parent = next(p for p in (directory, *directory.parents) if p.exists())
-    if path.exists() or parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
+    if path.exists():
         return None
+    if parent.is_dir() and os.access(parent, os.W_OK | os.X_OK):
+        return unfit(compiler(), FLAGS)
     return (
         f"the compiled C++ kernels cannot be kept in {directory}, since {parent} "
         f"{'is read-only for this user' if parent.is_dir() else 'is a file'}; "
@@ -138,13 +141,15 @@ def load_library() -> ctypes.CDLL:
 
     Raises:
         FileNotFoundError: there is neither.
-        RuntimeError: it does not compile (the message holds the compiler's last lines), or the prebuilt one is damaged.
+        RuntimeError: it does not compile (the message holds the compiler's last lines), $NANOVLLM_CPU_ARCH names another
+            processor than this one can stand for, or the prebuilt library is damaged.
     """
     if (reason := _not_compiled()) is not None:
         if (path_of_wheel := _prebuilt_library()) is None:
             raise FileNotFoundError(reason)
         prebuilt.check_whole(path_of_wheel)
         return ctypes.CDLL(str(path_of_wheel))
+    _check_arch()
     path = library_path()
     if not _is_whole(path):
         try:
@@ -158,6 +163,17 @@ def load_library() -> ctypes.CDLL:
                 f"set NANOVLLM_CACHE to a directory of your own with {_SPACE >> 20} MB of space"
             ) from e
     return ctypes.CDLL(str(path))
+
+
+def _check_arch() -> None:
+    """Raise BuildError if $NANOVLLM_CPU_ARCH allows instructions that would end this process."""
+    features = cpu_features()
+    if (arch := os.environ.get("NANOVLLM_CPU_ARCH")) and " " in features:  # else the system does not tell
+        if lacking := lacking_instructions(compiler(), flags(), features):
+            raise BuildError(
+                f"NANOVLLM_CPU_ARCH={arch!r}: this processor lacks {', '.join(lacking)}, which kernels for that one use;"
+                " unset it, or set it to an older processor"
+            )
 
 
 def _is_whole(path: Path) -> bool:
@@ -215,7 +231,7 @@ def _finish(job: subprocess.Popen[str]) -> None:
     if arch := os.environ.get("NANOVLLM_CPU_ARCH"):
         remedy = f"NANOVLLM_CPU_ARCH={arch!r}: unset it, or set it to an -march of that compiler"
     else:
-        remedy = "set CXX to GCC 11, Clang 14 or later"
+        remedy = f"set CXX to {WANTED}"
     raise BuildError(
         f"the C++ kernels do not compile with {compiler()}; {remedy}; or run without them: use_custom_kernels=False"
         f"\n{last}"

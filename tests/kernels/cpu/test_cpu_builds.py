@@ -75,7 +75,7 @@ def fake_compiler(tmp_path, monkeypatch):
     """A compiler of empty libraries, with a cache of its own; the file of its calls."""
     calls, compiler = tmp_path / "calls", tmp_path / "c++"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit\necho "$*" >> {calls}\nfor last; do :; done\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\ncase " $* " in *" -E "*) exec {build.compiler()} "$@";; esac\necho "$*" >> {calls}\nfor last; do :; done\n'
         f'exec {build.compiler()} -shared -fPIC -x c++ /dev/null -o "$last"\n'
     )
     compiler.chmod(0o755)
@@ -153,6 +153,51 @@ def test_a_compiler_that_is_named_and_is_not_there(fake_compiler, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/c++")
     forget()
     assert build.cpu_support(torch.device("cpu")).startswith("CXX='/nowhere/c++', the compiler of the C++ kernels, is")
+
+
+@pytest.mark.parametrize(
+    "macros, name",
+    [("__GNUC__ 9", "GCC 9"), ("__GNUC__ 4\n#define __clang__ 1\n#define __clang_major__ 13", "Clang 13")],
+)
+def test_a_compiler_that_is_too_old_is_named_before_it_compiles(fake_compiler, tmp_path, monkeypatch, macros, name):
+    old = tmp_path / "old-c++"
+    listing = "\n".join(f"#define {macros}".splitlines())
+    old.write_text(f"#!/bin/sh\nif [ $1 = --version ]; then echo 'old 9.4.0'; else echo '{listing}'; fi\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    forget()
+    reason = build.cpu_support(torch.device("cpu"))
+    assert reason == (
+        f"the C++ kernels need GCC 11, Clang 14 or later, and {old} is {name} (old 9.4.0); set CXX to such a one"
+    )
+    with pytest.raises(FileNotFoundError, match="set CXX to such a one"):
+        build.load_library()
+
+
+def test_a_compiler_without_the_standard_library_is_named(fake_compiler, tmp_path, monkeypatch):
+    bare = tmp_path / "bare-c++"
+    bare.write_text(f'#!/bin/sh\nexec {build.compiler()} -nostdinc++ "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bare))
+    forget()
+    reason = build.cpu_support(torch.device("cpu"))
+    assert reason.startswith(f"{bare} (") and "condition_variable" in reason and "set CXX to GCC 11" in reason
+
+
+@pytest.mark.skipif(not ON_X86, reason="for x86-64")
+def test_a_processor_with_other_instructions_is_refused(fake_compiler, monkeypatch):
+    """Its library would end the process with an illegal instruction."""
+    if "amx_bf16" in build.cpu_features().split():
+        pytest.skip("this processor has the instructions of a Sapphire Rapids")
+    arch = "sapphirerapids"
+    monkeypatch.setenv("NANOVLLM_CPU_ARCH", arch)
+    forget()
+    with pytest.raises(build.BuildError, match=f"NANOVLLM_CPU_ARCH='{arch}': this processor lacks .*; unset it"):
+        build.load_library()
+    assert compiled_parts(fake_compiler) == 0
+    monkeypatch.setenv("NANOVLLM_CPU_ARCH", "x86-64")
+    forget()
+    build.load_library()
 
 
 def test_an_unknown_processor_is_named(tmp_path, monkeypatch):
