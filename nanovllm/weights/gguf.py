@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -98,7 +99,10 @@ def read_headers(path: str | os.PathLike[str]) -> list[TensorHeader]:
 
 
 def iter_tensors(
-    path: str | os.PathLike[str], parts: Mapping[str, Part] = NO_PARTS, packed: Container[str] = ()
+    path: str | os.PathLike[str],
+    parts: Mapping[str, Part] = NO_PARTS,
+    packed: Container[str] = (),
+    release: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight as (Hugging Face name, tensor in Hugging Face layout), one at a time, in file order.
 
@@ -108,7 +112,8 @@ def iter_tensors(
 
     F32, F16 and BF16 tensors keep their dtype and are backed by the mapped file (copy-on-write: writing to them leaves
     the file as it is); every quantised type is expanded to float32. The order of rows that GGUF conversion gives
-    Llama's q and k, so that rotary pairs lie next to each other, is undone.
+    Llama's q and k, so that rotary pairs lie next to each other, is undone. With `release` what was written to a tensor
+    is lost when the next one is taken, and its pages of the file leave this process's memory.
 
     The whole file is checked when this is called, before the first tensor is yielded. Raises GGUFError for a damaged
     file, an unknown tensor or an unsupported type; ImportError if a quantised file needs the missing `gguf` package.
@@ -124,7 +129,7 @@ def iter_tensors(
         dequantize = _dequantizer(str(file.path))
 
     def generate() -> Iterator[tuple[str, torch.Tensor]]:
-        data = _map(file)
+        mapping, data = _map(file)
         for name, hf_name in names.items():
             info = file.tensors[name]
             part = parts.get(hf_name)
@@ -138,6 +143,9 @@ def iter_tensors(
                     heads = heads * part.length // info.shape[0]  # a part has whole heads
                 tensor = _undo_permutation(file, info, tensor, heads)
             yield hf_name, tensor
+            if release and hasattr(mmap, "MADV_DONTNEED"):
+                begin = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+                mapping.madvise(mmap.MADV_DONTNEED, begin, info.offset + info.nbytes - begin)
 
     return generate()
 
@@ -145,14 +153,12 @@ def iter_tensors(
 def iter_stored(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, torch.Tensor]]:
     """Every weight as (Hugging Face name, format, tensor), with the blocks of quantised matrices as they are stored.
 
-    Formats have the names of `gguf_file.TENSOR_TYPES`. Everything else is as from `iter_tensors`.
-
-    Raises:
-        GGUFError, ImportError: as `iter_tensors`.
+    Formats have the names of `gguf_file.TENSOR_TYPES`. Everything else is as from `iter_tensors` with `release`.
+    Raises GGUFError and ImportError as that does.
     """
     headers = {header.name: header for header in read_headers(path)}
     blocks = {name for name, h in headers.items() if len(h.shape) == 2 and h.dtype not in _PLAIN_DTYPES}
-    for name, tensor in iter_tensors(path, packed=blocks):
+    for name, tensor in iter_tensors(path, packed=blocks, release=True):
         yield name, headers[name].dtype, tensor
 
 
@@ -256,7 +262,7 @@ def _frequencies(file: GGUFFile, name: str, count: int) -> list[float]:
     info = file.tensors[name]
     if info.type != "F32" or info.shape != (count,):
         raise file.error(f"tensor {name!r} is {info.type} {list(info.shape)}, not F32 [{count}]")
-    factors = _read_tensor(_map(file), info, None).tolist()
+    factors = _read_tensor(_map(file)[1], info, None).tolist()
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise file.error(f"tensor {name!r} holds a factor that is not positive and finite")
     return factors
@@ -287,13 +293,14 @@ def _hf_name(file: GGUFFile, arch: str, num_layers: int, name: str) -> str:
     return f"{prefix}{module}.{kind}"
 
 
-def _map(file: GGUFFile) -> np.memmap:
-    # Copy-on-write, since torch has no read-only tensors.
-    return np.memmap(file.path, dtype=np.uint8, mode="c")
+def _map(file: GGUFFile) -> tuple[mmap.mmap, np.ndarray]:
+    with file.path.open("rb") as opened:  # copy-on-write, since torch has no read-only tensors
+        mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+    return mapping, np.frombuffer(mapping, np.uint8)
 
 
 def _read_tensor(
-    data: np.memmap, info: TensorInfo, dequantize: _Dequantize | None, part: Part | None = None
+    data: np.ndarray, info: TensorInfo, dequantize: _Dequantize | None, part: Part | None = None
 ) -> torch.Tensor:
     raw = data[info.offset : info.offset + info.nbytes]
     dtype = _PLAIN_DTYPES.get(info.type)
@@ -314,7 +321,7 @@ def _read_tensor(
     return expanded.narrow(-1, part.start - first * weights, part.length)
 
 
-def _read_blocks(data: np.memmap, info: TensorInfo, part: Part | None) -> torch.Tensor:
+def _read_blocks(data: np.ndarray, info: TensorInfo, part: Part | None) -> torch.Tensor:
     """The blocks of a quantised matrix, or of a part of it: uint8 [rows, bytes of a row]."""
     blocks = torch.from_numpy(data[info.offset : info.offset + info.nbytes]).view(info.shape[0], -1)
     if part is None or part.dim == 0:

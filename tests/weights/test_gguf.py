@@ -107,6 +107,25 @@ def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_of_the_mapped_file_one_stored_matrix_is_in_memory_at_a_time(tmp_path: Path) -> None:
+    """Else a process takes the file twice while it packs the matrices."""
+
+    def mapped() -> int:
+        return next(int(x.split()[1]) for x in Path("/proc/self/status").read_text().splitlines() if "RssFile" in x)
+
+    size = 8 << 20
+    tensors = to_gguf("llama", hf_weights("llama"))
+    tensors |= {name: np.ones((size // HIDDEN // 4, HIDDEN), np.float32) for name in tensors if "ffn_" in name}
+    path = write(tmp_path / "m.gguf", "llama", {n: t for n, t in tensors.items() if "norm" not in n})
+    before, most, sizes = mapped(), 0, []
+    for _, _, tensor in ours.iter_stored(path):
+        sizes.append(int((tensor == 1).sum()) * 4)
+        most = max(most, mapped() - before)
+    assert sizes.count(size) == 3 * LAYERS
+    assert size <= 1024 * most < 2 * size
+
+
 def test_config(tmp_path: Path) -> None:
     for arch, architecture in (("llama", "LlamaForCausalLM"), ("qwen3", "Qwen3ForCausalLM")):
         config = ours.read_config(tiny(tmp_path, arch))

@@ -141,8 +141,8 @@ def load_library() -> ctypes.CDLL:
 
     Raises:
         FileNotFoundError: there is neither.
-        RuntimeError: it does not compile (the message holds the compiler's last lines), $NANOVLLM_CPU_ARCH names another
-            processor than this one can stand for, or the prebuilt library is damaged.
+        RuntimeError: it does not compile (the message holds the compiler's last lines), $NANOVLLM_CPU_ARCH names a
+            processor with instructions that this one lacks, or the prebuilt library is damaged.
     """
     if (reason := _not_compiled()) is not None:
         if (path_of_wheel := _prebuilt_library()) is None:
@@ -171,8 +171,8 @@ def _check_arch() -> None:
     if (arch := os.environ.get("NANOVLLM_CPU_ARCH")) and " " in features:  # else the system does not tell
         if lacking := lacking_instructions(compiler(), flags(), features):
             raise BuildError(
-                f"NANOVLLM_CPU_ARCH={arch!r}: this processor lacks {', '.join(lacking)}, which kernels for that one use;"
-                " unset it, or set it to an older processor"
+                f"NANOVLLM_CPU_ARCH={arch!r}: this processor lacks the instructions {', '.join(lacking)}; unset it, or"
+                " set it to an older processor"
             )
 
 

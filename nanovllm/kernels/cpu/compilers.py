@@ -43,10 +43,11 @@ def unfit(compiler: str, flags: Sequence[str]) -> str | None:
         done = _preprocess(compiler, flags, source)
     except OSError as e:
         return f"the compiler {compiler} does not start: {e.strerror}; set CXX to {WANTED}"
-    known, version = (_macros(done.stdout), _first_line(compiler))
+    known, version = _macros(done.stdout), _first_line(compiler)
     name, number, least = ("GCC", "__GNUC__", GCC) if "__clang__" not in known else ("Clang", "__clang_major__", CLANG)
     if known.get(number, "").isdecimal() and int(known[number]) < least:
-        return f"the C++ kernels need {WANTED}, and {compiler} is {name} {known[number]} ({version}); set CXX to such a one"
+        found = f"{name} {known[number]} ({version})"
+        return f"the C++ kernels need {WANTED}, and {compiler} is {found}; set CXX to such a one"
     if done.returncode:
         error = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
         return f"{compiler} ({version}) does not compile C++20: {error}; set CXX to {WANTED}, with its standard library"

@@ -75,7 +75,8 @@ def fake_compiler(tmp_path, monkeypatch):
     """A compiler of empty libraries, with a cache of its own; the file of its calls."""
     calls, compiler = tmp_path / "calls", tmp_path / "c++"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit\ncase " $* " in *" -E "*) exec {build.compiler()} "$@";; esac\necho "$*" >> {calls}\nfor last; do :; done\n'
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\ncase " $* " in *" -E "*) exec {build.compiler()} "$@";; esac\n'
+        f'echo "$*" >> {calls}\nfor last; do :; done\n'
         f'exec {build.compiler()} -shared -fPIC -x c++ /dev/null -o "$last"\n'
     )
     compiler.chmod(0o755)
@@ -192,7 +193,9 @@ def test_a_processor_with_other_instructions_is_refused(fake_compiler, monkeypat
     arch = "sapphirerapids"
     monkeypatch.setenv("NANOVLLM_CPU_ARCH", arch)
     forget()
-    with pytest.raises(build.BuildError, match=f"NANOVLLM_CPU_ARCH='{arch}': this processor lacks .*; unset it"):
+    with pytest.raises(
+        build.BuildError, match=f"NANOVLLM_CPU_ARCH='{arch}': this processor lacks the instructions .*; unset it"
+    ):
         build.load_library()
     assert compiled_parts(fake_compiler) == 0
     monkeypatch.setenv("NANOVLLM_CPU_ARCH", "x86-64")
