@@ -22,10 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
 ROOT = Path(__file__).parents[1]
 GPUS, REPORT = "NANOVLLM_TEST_GPUS", "NANOVLLM_TEST_REPORT"  # what this program tells its processes
@@ -84,6 +83,11 @@ def _told(kind: str, **values: Any) -> None:
             file.write(json.dumps({"kind": kind, "at": time.time(), **values}) + "\n")
 
 
+@pytest.hookimpl(optionalhook=True)  # there is no such hook without xdist
+def pytest_xdist_node_collection_finished(ids: Sequence[str]) -> None:
+    _told("collected", tests=list(ids))
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
     _told("start", test=nodeid)
 
@@ -118,6 +122,7 @@ class Results:
     """All tests of a run, by name."""
 
     tests: dict[str, Result] = field(default_factory=dict)
+    collected: set[str] | None = None  # None: no process has come so far
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Results:
@@ -131,6 +136,9 @@ class Results:
         return results
 
     def add(self, told: dict[str, Any]) -> None:
+        if told["kind"] == "collected":
+            self.collected = (self.collected or set()) | set(told["tests"])
+            return
         test = self.tests.setdefault(told["test"], Result(told["at"]))
         test.seconds = told["at"] - test.began
         if told["kind"] == "start":
@@ -140,6 +148,11 @@ class Results:
                 test.outcome, test.said = told["outcome"], told["said"]
         elif told["when"] == "teardown" and test.outcome is None:
             test.outcome = "passed"
+
+    @property
+    def not_begun(self) -> int:
+        """Collected tests that no process has come to."""
+        return len((self.collected or set()) - set(self.tests))
 
     def named(self, outcome: str | None) -> dict[str, Result]:
         return {name: test for name, test in self.tests.items() if test.outcome == outcome}
@@ -157,7 +170,8 @@ class Results:
             for name, test in found.items():
                 lines += [f"  {name}", *(f"      {first}" for first in test.said.splitlines()[:1])]
         words = {"passed": "passed", "skipped": "skipped", "failed": "failed", None: "did not end"}
-        return [*lines, ", ".join(f"{len(self.named(outcome)):,} {word}" for outcome, word in words.items())]
+        counts = [f"{len(self.named(outcome)):,} {word}" for outcome, word in words.items()]
+        return [*lines, ", ".join([*counts, f"{self.not_begun:,} not begun"])]
 
 
 def num_processes(cores: int, free_gib: Sequence[float]) -> int:
@@ -200,18 +214,20 @@ class Run:
     def __init__(self, folder: Path, environment: dict[str, str], seconds: float | None, seconds_a_test: float) -> None:
         self.folder, self.environment, self.seconds_a_test = folder, environment, seconds_a_test
         self.end = None if seconds is None else time.monotonic() + seconds
-        self.reports: list[Path] = []
+        self.reports: dict[int, Path] = {}  # by the number of the process
         self.processes: list[subprocess.Popen[bytes]] = []
         self.broken: list[str] = []
 
     def pytest(self, *arguments: str, quiet: bool = False, **environment: str) -> subprocess.Popen[bytes]:
         """Starts pytest. quiet: what it prints goes to a file, which `wait` shows if a test failed."""
-        self.reports.append(self.folder / f"{len(self.reports)}.jsonl")
+        report = self.folder / f"{len(self.reports)}.jsonl"
         command = [
             sys.executable, "-m", "pytest", "-p", "tests.gpu_run", "-p", "no:cacheprovider", "-q", "--color=no",
             "-o", f"faulthandler_timeout={self.seconds_a_test}", "-o", "faulthandler_exit_on_timeout=true", *arguments,
         ]  # fmt: skip
-        return self.start(command, quiet, **environment, **{REPORT: str(self.reports[-1])})
+        process = self.start(command, quiet, **environment, **{REPORT: str(report)})
+        self.reports[process.pid] = report
+        return process
 
     def start(self, command: Sequence[str], quiet: bool, **environment: str) -> subprocess.Popen[bytes]:
         out = open(self.folder / f"{len(self.processes)}.txt", "wb") if quiet else None
@@ -222,17 +238,28 @@ class Run:
         return process
 
     def wait(self, process: subprocess.Popen[bytes], what: str) -> None:
-        """Until it ends, or its time is over. pytest's codes: 0 and 1 are of tests, 5 is no test."""
+        """Until it ends, or its time is over. Of pytest an end is good if it agrees with what its report says."""
         try:
             code = process.wait(self.seconds_left)
         except subprocess.TimeoutExpired:
             self.broken.append(f"{what}: stopped, the time is over")
             self.stop(process)
             return
+        self.stop(process)  # processes that a test which hung has started
         if code:
             self.show(process)
-        if code not in (0, 1, 5):
-            self.broken.append(f"{what}: ended with code {code}")
+        if said := self._fault(code, self.reports.get(process.pid)):
+            self.broken.append(f"{what}: {said}")
+
+    def _fault(self, code: int, report: Path | None) -> str | None:
+        """What the counts do not say. pytest's codes: 0 and 1 are of tests, 5 is no test, also if every worker died."""
+        results = Results.read([report] if report else [])
+        if code not in (0, 1, 5) or code and not report or code == 1 and not results.named("failed"):
+            return f"ended with code {code}"
+        if report and results.collected is None and not results.tests:
+            return "every process ended before it had collected the tests"
+        blind = sum(test.said == "Skipped: no CUDA device" for test in results.tests.values())
+        return f"{blind:,} tests found no CUDA device" if blind else None
 
     @property
     def seconds_left(self) -> float | None:
@@ -254,7 +281,7 @@ class Run:
 
 
 def main(arguments: Sequence[str] | None = None, devices: Callable[[], Devices] = devices_here) -> int:
-    """0 if every test that began ended well, and one did; the summary is printed in any case."""
+    """0 if every test that was collected ended well, and one did; the summary is printed in any case."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_run", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--seconds", type=float, help="stop after this time, and say what did not end")
     parser.add_argument("--processes", type=int, help="instead of one a core, as far as memory allows")
@@ -270,6 +297,8 @@ def main(arguments: Sequence[str] | None = None, devices: Callable[[], Devices] 
     processes = given.processes or num_processes(cores, free)
     print(f"{len(gpus)} GPU(s): {', '.join(names)}, {min(free):.0f} GiB free; {cores} cores: {processes} processes")
     started = time.monotonic()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the processes are in sessions of their own, and would go on
+        signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory() as folder:
         # Each process has a core; Inductor's pools of compilers would start as many more in each.
         environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
@@ -280,14 +309,18 @@ def main(arguments: Sequence[str] | None = None, devices: Callable[[], Devices] 
             run.broken.append("interrupted")
         finally:
             for process in run.processes:
-                if process.poll() is None:
-                    run.stop(process)
-        results = Results.read(run.reports)
+                run.stop(process)
+        results = Results.read(run.reports.values())
     print(f"\n{'=' * 30} GPU tests {'=' * 30}")
     print("\n".join(results.summary()[:-1] + run.broken))
     print(f"{results.summary()[-1]} in {time.monotonic() - started:.0f} s on {len(gpus)} x {names[0]}")
-    bad = run.broken or results.named("failed") or results.named(None) or not results.named("passed")
-    return 1 if bad else 0
+    incomplete = results.named("failed") or results.named(None) or results.not_begun or not results.named("passed")
+    return 1 if run.broken or incomplete else 0
+
+
+def _interrupt(number: int, _: object) -> None:
+    signal.signal(number, signal.SIG_IGN)  # `timeout make test-gpu` sends it, and make passes it on
+    raise KeyboardInterrupt
 
 
 def _run_all(run: Run, gpus: list[str], processes: int, arguments: list[str]) -> None:

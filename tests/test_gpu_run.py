@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,26 @@ def test_skips(): pytest.skip("no such thing")
 
 def test_hangs(): time.sleep(100)
 """
+# Too many workers die for all to run, of one part as soon as they import the tests.
+DEATHS = """
+import os, pytest, subprocess
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+if "NANOVLLM_TEST_GPUS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ: os._exit(3)
+
+def test_begins():
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(str(subprocess.Popen(["sleep", "1000"]).pid))
+
+@pytest.mark.parametrize("i", range(8))
+def test_dies(i): os._exit(1)
+"""
+WAITS = """
+import os, pathlib, pytest, time
+@pytest.mark.gpu
+def test_waits():
+    pathlib.Path(os.environ["SEEN"]).write_text(str(os.getpid()))
+    time.sleep(1000)
+"""
 ELSEWHERE = "def test_needs_none(): pass"
 PROGRAM = """
 import sys
@@ -47,29 +69,64 @@ sys.exit(main(sys.argv[1:], lambda: (["3", "5"], ["Test 9"] * 2, [40.0, 30.0])))
 """
 
 
-def run(tmp_path, *options):
-    """(exit code, lines of the summary, what CUDA_VISIBLE_DEVICES the tests side by side saw)"""
-    (tmp_path / "test_some.py").write_text(TESTS)
+def start(tmp_path, tests, *options):
+    (tmp_path / "test_some.py").write_text(tests)
     (tmp_path / "test_elsewhere.py").write_text(ELSEWHERE)
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nmarkers =\n  gpu\n  triton\n  alone\n  several_gpus\n  any_device\n"
     )
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "3,5", "SEEN": str(tmp_path / "seen"), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", PROGRAM, "--processes", "2", *options, str(tmp_path)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=300)
-    _, _, summary = done.stdout.partition("= GPU tests =")
-    return done.returncode, summary.splitlines(), (tmp_path / "seen").read_text().split()
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def run(tmp_path, tests, *options):
+    """(exit code, lines of the summary, what the tests wrote)"""
+    process = start(tmp_path, tests, *options)
+    out, _ = process.communicate(timeout=300)
+    _, _, summary = out.partition("= GPU tests =")
+    return process.returncode, summary.splitlines(), (tmp_path / "seen").read_text().split()
+
+
+def is_running(process):
+    """A process that has ended may still have its number, as a zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.slow
 def test_a_run_on_two_gpus(tmp_path):
-    code, summary, seen = run(tmp_path, "--seconds-a-test", "3")
+    code, summary, seen = run(tmp_path, TESTS, "--seconds-a-test", "3")
     assert code == 1 and len(seen) == 6 and set(seen) == {"3", "5"}
-    assert summary[-1].startswith("9 passed, 1 skipped, 3 failed, 0 did not end in ")
+    assert summary[-1].startswith("9 passed, 1 skipped, 3 failed, 0 did not end, 0 not begun in ")
     assert summary[-1].endswith(" on 2 x Test 9") and not any("needs_none" in line for line in summary)
     told = "\n".join(summary)
     assert "1  no such thing" in told and "AssertionError: one is not two\n" in told
     assert "test_some.py::test_hangs\n      worker" in told and "more" not in told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_tests_that_no_process_came_to_are_a_failure_and_no_process_is_left(tmp_path):
+    code, summary, (child,) = run(tmp_path, DEATHS)
+    assert code == 1 and "the tests side by side: every process ended before it had collected the tests" in summary
+    assert summary[-1].startswith("1 passed, 0 skipped, 5 failed, 0 did not end, 3 not begun in ")
+    assert not is_running(child)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_that_is_terminated_ends_its_processes(tmp_path):
+    process, seen = start(tmp_path, WAITS), tmp_path / "seen"
+    while not (seen.exists() and seen.read_text()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "interrupted\n0 passed" in out and "did not end:\n" in out
+    assert not is_running(seen.read_text())
 
 
 def test_a_process_whose_time_is_over_is_stopped(tmp_path):
@@ -97,5 +154,5 @@ def test_a_report_that_ends_within_a_line(tmp_path):
     results = Results.read([tmp_path / "0", tmp_path / "missing"])
     assert results.tests["a"].outcome == "failed" and results.tests["a"].seconds == 2
     assert results.tests["b"].outcome is None
-    assert results.summary()[-1] == "0 passed, 0 skipped, 1 failed, 1 did not end"
+    assert results.summary()[-1] == "0 passed, 0 skipped, 1 failed, 1 did not end, 0 not begun"
     assert results.summary()[-6:-1] == ["failed:", "  a", "      it broke", "did not end:", "  b"]
