@@ -37,7 +37,11 @@ class KeptMemory {
 
     void give(void* block, int kind) {
         if (kept_ + ((size_t)1 << kind) > MOST) return std::free(block);
-        free_[kind].push_back(block);
+        try {
+            free_[kind].push_back(block);
+        } catch (const std::bad_alloc&) {
+            return std::free(block);
+        }
         kept_ += (size_t)1 << kind;
     }
 
@@ -69,11 +73,11 @@ class Buffer {
 
     // The elements lose their values.
     void resize(size_t size) {
-        size_ = size;
         const int kind = std::bit_width(std::max<size_t>(64, size * sizeof(T)) - 1);
-        if (data_ && kind == kind_) return;
-        if (data_) kept_memory().give(std::exchange(data_, nullptr), kind_);
-        if (size) data_ = (T*)kept_memory().take(kind_ = kind);
+        if (data_ && kind != kind_) kept_memory().give(std::exchange(data_, nullptr), kind_);
+        size_ = 0;
+        if (size && !data_) data_ = (T*)kept_memory().take(kind_ = kind);
+        size_ = size;
     }
 
     T* data() { return data_; }

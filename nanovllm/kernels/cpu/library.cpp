@@ -1,5 +1,6 @@
 // The C interface of the library. Sizes are in elements unless a name says bytes. No function throws.
-#include <system_error>
+#include <exception>
+#include <new>
 #include <utility>
 
 #include "decoder.h"
@@ -52,6 +53,19 @@ inline void expand(const uint8_t* tile, int64_t g, Floats* to) {
     }
 }
 
+constexpr int32_t NO_MEMORY = -2;
+
+// What a function returns: 0, or that there was no memory for what it keeps beside its arguments.
+template <typename Fn>
+inline int32_t status_of(Fn&& fn) {
+    try {
+        fn();
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return NO_MEMORY;
+    }
+}
+
 }  // namespace nanovllm
 
 using namespace nanovllm;
@@ -62,7 +76,7 @@ extern "C" {
 Threads* nanovllm_threads(int32_t count) {
     try {
         return new Threads(count);
-    } catch (const std::system_error&) {
+    } catch (const std::exception&) {
         return nullptr;
     }
 }
@@ -125,37 +139,44 @@ void nanovllm_rows(Threads* threads, const Weight* w, const int64_t* ids, int64_
     });
 }
 
-// out [count][rows] = x [count][columns] times the weight's transpose.
-void nanovllm_product(Threads* threads, const Weight* w, const float* x, int64_t count, float* out) {
-    Activations activations(count, w->columns, w->parts);
-    each_token(*threads, count, [&](int64_t t) {
-        std::memcpy(activations.row(t), x + t * w->columns, w->columns * sizeof(float));
-        activations.finish(t);
+// out [count][rows] = x [count][columns] times the weight's transpose. 0 or NO_MEMORY.
+int32_t nanovllm_product(Threads* threads, const Weight* w, const float* x, int64_t count, float* out) {
+    return status_of([&] {
+        Activations activations(count, w->columns, w->parts);
+        each_token(*threads, count, [&](int64_t t) {
+            std::memcpy(activations.row(t), x + t * w->columns, w->columns * sizeof(float));
+            activations.finish(t);
+        });
+        products(*threads, {{*w, {out, w->rows, w->rows, nullptr, false}}}, activations.tokens(count));
     });
-    products(*threads, {{*w, {out, w->rows, w->rows, nullptr, false}}}, activations.tokens(count));
 }
 
-void nanovllm_decoder_step(Threads* threads, const Model* model, int64_t num_layers, const Batch* batch,
-                           uint8_t* const* k_caches, uint8_t* const* v_caches, int64_t block_size, int32_t cache_format,
-                           float* x, float* out) {
-    decoder_step(*threads, *model, num_layers, *batch, k_caches, v_caches, block_size, cache_format, x, out);
+// 0 or NO_MEMORY.
+int32_t nanovllm_decoder_step(Threads* threads, const Model* model, int64_t num_layers, const Batch* batch,
+                              uint8_t* const* k_caches, uint8_t* const* v_caches, int64_t block_size,
+                              int32_t cache_format, float* x, float* out) {
+    return status_of([&] {
+        decoder_step(*threads, *model, num_layers, *batch, k_caches, v_caches, block_size, cache_format, x, out);
+    });
 }
 
 // A token for each row of logits [rows][stride]. top_k, top_p and min_p may be null: off. Returns the first row with a
-// wrong parameter, or -1.
+// wrong parameter, -1, or NO_MEMORY.
 int64_t nanovllm_sample(Threads* threads, const float* logits, int64_t rows, int64_t columns, int64_t stride,
                         const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
                         const int64_t* seeds, const int64_t* positions, int64_t* out) {
     auto is_share = [](const float* values, int64_t row) { return !values || (values[row] >= 0 && values[row] <= 1); };
     for (int64_t r = 0; r < rows; r++)
         if (!(temperature[r] >= 0) || !is_share(top_p, r) || !is_share(min_p, r)) return r;
-    threads->run(rows, [&](int64_t r) {
-        thread_local RowSampler sampler;
-        out[r] = sampler.sample(logits + r * stride, columns,
-                                {temperature[r], top_k ? std::max<int64_t>(0, top_k[r]) : 0, top_p ? top_p[r] : 1,
-                                 min_p ? min_p[r] : 0, (uint64_t)seeds[r], (uint64_t)positions[r]});
+    const int32_t status = status_of([&] {
+        threads->run(rows, [&](int64_t r) {
+            thread_local RowSampler sampler;
+            out[r] = sampler.sample(logits + r * stride, columns,
+                                    {temperature[r], top_k ? std::max<int64_t>(0, top_k[r]) : 0, top_p ? top_p[r] : 1,
+                                     min_p ? min_p[r] : 0, (uint64_t)seeds[r], (uint64_t)positions[r]});
+        });
     });
-    return -1;
+    return status ? status : -1;
 }
 
 }  // extern "C"

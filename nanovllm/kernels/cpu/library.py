@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -34,6 +35,17 @@ PARTS = {"float32": 3, "int8": 1}
 
 class _Weight(Structure):
     _fields_ = [("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("format", c_int32), ("parts", c_int32)]
+
+
+_NO_MEMORY = -2
+
+
+def _checked(status: Any, function: Any, arguments: Any) -> Any:
+    if status == _NO_MEMORY:
+        raise MemoryError(
+            "the C++ kernels: the system has no memory left for the step; set max_num_batched_tokens to less"
+        )
+    return status
 
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -86,6 +98,8 @@ def _library() -> ctypes.CDLL:
         c_void_p, c_void_p,
     ]  # fmt: skip
     lib.nanovllm_sample.restype = c_int64
+    for function in (lib.nanovllm_product, lib.nanovllm_decoder_step, lib.nanovllm_sample):
+        function.errcheck = _checked
     lib.nanovllm_sample.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 7]
     return lib
 

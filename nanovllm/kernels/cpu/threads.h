@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -47,7 +48,8 @@ class Threads {
     int count() const { return (int)workers_.size() + 1; }
 
     // fn(task) for every task from 0 to count - 1, in any order and thread. Not to be called within a task. While another
-    // thread's job runs, the caller does all tasks.
+    // thread's job runs, the caller does all tasks. A task that finds no memory ends, and the caller throws std::bad_alloc when
+    // the others are done.
     template <typename Fn>
     void run(int64_t count, Fn&& fn) {
         std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
@@ -55,6 +57,7 @@ class Threads {
             for (int64_t task = 0; task < count; task++) fn(task);
             return;
         }
+        no_memory_.store(false, std::memory_order_relaxed);
         call_ = [](void* context, int64_t task) { (*(std::remove_reference_t<Fn>*)context)(task); };
         context_ = (void*)&fn;
         done_.store(0, std::memory_order_relaxed);
@@ -65,6 +68,7 @@ class Threads {
         }
         take_tasks();
         for (int i = 0; done_.load(std::memory_order_acquire) < count; i++) i < SPINS ? pause_briefly() : (void)sched_yield();
+        if (no_memory_.load(std::memory_order_relaxed)) throw std::bad_alloc();
     }
 
     // The same. A thread begins with a range of tasks that follow each other, so what it reads can be fetched ahead across
@@ -110,7 +114,11 @@ class Threads {
             // Between the load and this the job may have ended and another begun: the ticket names its own job's count.
             ticket = tickets_.fetch_add(1, std::memory_order_acq_rel);
             if ((uint32_t)ticket >= ticket >> 32) return any;
-            call_(context_, (uint32_t)ticket);  // stays this job's until this task is done
+            try {
+                call_(context_, (uint32_t)ticket);  // stays this job's until this task is done
+            } catch (const std::bad_alloc&) {
+                no_memory_.store(true, std::memory_order_relaxed);
+            }
             done_.fetch_add(1, std::memory_order_release);
             any = true;
         }
@@ -139,6 +147,7 @@ class Threads {
     alignas(64) std::atomic<int64_t> done_{0};
     void (*call_)(void*, int64_t) = nullptr;
     void* context_ = nullptr;
+    std::atomic<bool> no_memory_{false};  // for a task of the job
     alignas(64) std::atomic<int> asleep_{0};
     std::atomic<bool> stop_{false};
     std::mutex turn_;  // held by the caller whose job runs

@@ -109,12 +109,33 @@ static void calls_at_the_same_time(Threads* threads) {
     other.join();
 }
 
+// The caller hears of it when all tasks have ended, and the threads do the next job.
+static void tasks_without_memory(Threads* threads) {
+    for (int64_t without : {0, 37, 99})
+        for (bool in_ranges : {false, true}) {
+            std::atomic<int64_t> done{0};
+            auto task = [&](int64_t i) {
+                if (i == without) throw std::bad_alloc();
+                done++;
+            };
+            bool caught = false;
+            try {
+                in_ranges ? threads->run_ranges(100, task) : threads->run(100, task);
+            } catch (const std::bad_alloc&) {
+                caught = true;
+            }
+            if (!caught || (!in_ranges && done != 99)) std::abort();
+            threads->run(100, [&](int64_t) { done++; });
+        }
+}
+
 int main() {
     Threads* threads = nanovllm_threads(3);
     products_of_every_format(threads);
     steps(threads);
     samples(threads);
     calls_at_the_same_time(threads);
+    tasks_without_memory(threads);
     nanovllm_end_threads(threads);
     std::puts("nothing found");
 }

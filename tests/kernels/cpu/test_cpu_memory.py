@@ -2,6 +2,8 @@
 
 import mmap
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,26 @@ def test_a_linux_without_huge_pages_gives_ordinary_memory(monkeypatch):
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 14, raising=False)
     monkeypatch.setattr(mmap, "mmap", Refusing)
     assert WeightMemory(mapping=1 << 16).take(1 << 15).fill_(3).sum() == 3 << 15
+
+
+NO_MEMORY = """
+import resource, torch
+from nanovllm.kernels.cpu.library import PackedMatrix
+matrix, x = PackedMatrix.of(torch.randn(16, 64)), torch.randn(1_000_000, 64)
+want = matrix.product(x[:5])
+used = 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1])
+resource.setrlimit(resource.RLIMIT_AS, (used + (150 << 20), resource.RLIM_INFINITY))  # the copy of x takes 256 MB
+try:
+    matrix.product(x)
+except MemoryError as e:
+    print(e)
+assert torch.equal(matrix.product(x[:5]), want)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_product_without_memory_is_an_error():
+    """An exception of C++ that reaches Python ends the process."""
+    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True)
+    said = "the C++ kernels: the system has no memory left for the step; set max_num_batched_tokens to less\n"
+    assert (done.returncode, done.stdout) == (0, said), done.stderr[-2000:]
