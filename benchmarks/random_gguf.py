@@ -116,7 +116,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         write(args.file, args.preset, args.format)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # such as a directory that does not exist
         print(f"random_gguf: {error}", file=sys.stderr)
         return 2
     print(f"written: {args.file}, {args.file.stat().st_size / 1e6:,.0f} MB")

@@ -36,3 +36,9 @@ def test_what_cannot_be_written_is_named(tmp_path):
     with pytest.raises(ValueError, match="'IQ1_S': expected one of BF16"):
         random_gguf.write(tmp_path / "m.gguf", "smollm2-135m", "IQ1_S")
     assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_directory_that_does_not_exist_is_an_error_of_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["random_gguf", "smollm2-135m", "Q8_0", str(tmp_path / "none" / "m.gguf")])
+    assert random_gguf.main() == 2
+    assert capsys.readouterr().err.startswith("random_gguf: [Errno 2] No such file or directory")

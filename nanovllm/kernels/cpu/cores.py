@@ -14,8 +14,8 @@ def num_threads(asked: str | None) -> int:
         asked: the variable's value.
     """
     if asked is not None:
-        if not asked.isdecimal() or int(asked) < 1:
-            raise ValueError(f"NANOVLLM_CPU_THREADS={asked!r}: expected a positive integer")
+        if not asked.isdecimal() or not 1 <= int(asked) < 1 << 31:  # the kernels take 32 bits
+            raise ValueError(f"NANOVLLM_CPU_THREADS={asked!r}: expected a positive integer below 2^31")
         return int(asked)
     return usable_cores()
 

@@ -64,6 +64,6 @@ def test_control_groups_of_version_1(machine):
 def test_the_variable_decides(machine):
     assert num_threads("7") == 7
     assert num_threads(None) == usable_cores()
-    for wrong in ("0", "abc", "-1", "2.5", ""):
+    for wrong in ("0", "abc", "-1", "2.5", "", str(2**31)):
         with pytest.raises(ValueError, match=f"NANOVLLM_CPU_THREADS='{wrong}': expected a positive integer"):
             num_threads(wrong)
