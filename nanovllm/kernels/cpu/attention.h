@@ -195,6 +195,7 @@ inline void gather(const Cache& cache, const Run& run, int64_t kv_head, Gathered
 // The first token that one with `context` tokens up to itself attends to.
 inline int64_t first_seen(int64_t context, int64_t window) { return window ? std::max<int64_t>(context - window, 0) : 0; }
 
+constexpr size_t GATHERED_BYTES = 64 << 20;  // about as much of a context is in memory as float32 at a time
 constexpr int64_t GATHER_FROM = 8;  // new tokens of a run from which on its keys are gathered first
 // Tokens that are attended for at once, and whether by two vectors of keys or of a value: a sum takes four cycles before
 // the next product can be added to it, so there are as many sums as registers hold.
@@ -315,35 +316,44 @@ inline void attend_short_runs(Threads& threads, const Cache& cache, const std::v
 template <typename F>
 inline void attend_long_runs(Threads& threads, const Cache& cache, const std::vector<const Run*>& runs, const Heads& heads) {
     const int64_t dim = cache.head_dim, per_kv = heads.count / cache.kv_heads;
-    std::vector<Gathered> gathered;
-    for (const Run* run : runs)
-        for (int64_t head = 0; head < cache.kv_heads; head++) gathered.emplace_back(*run, dim);
-    threads.run((int64_t)gathered.size(), [&](int64_t i) {
-        gather<F>(cache, *runs[i / cache.kv_heads], i % cache.kv_heads, gathered[i]);
-    });
-    struct Task {
-        int64_t run, token, count, head;
-    };
-    std::vector<Task> tasks;
-    for (size_t r = 0; r < runs.size(); r++)
-        for (int64_t token = 0; token < runs[r]->count; token += QUERY_TOKENS)
-            for (int64_t head = 0; head < heads.count; head++)
-                tasks.push_back({(int64_t)r, token, std::min(QUERY_TOKENS, runs[r]->count - token), head});
-    // The last tasks of a run have the longest contexts: they begin first.
-    threads.run((int64_t)tasks.size(), [&](int64_t i) {
-        const Task& task = tasks[tasks.size() - 1 - i];
-        const Run& run = *runs[task.run];
-        const Gathered& from = gathered[task.run * cache.kv_heads + task.head / per_kv];
-        const int64_t token = run.first + task.token, last = run.context - run.count + task.token;
-        const float* q = heads.q + token * heads.q_stride + task.head * dim;
-        float* to = heads.out + token * heads.out_stride + task.head * dim;
-        if (task.count == QUERY_TOKENS)
-            return attend_gathered<QUERY_TOKENS>(from, dim, last, q, heads.q_stride, heads.scale, heads.window, to,
-                                                heads.out_stride);
-        for (int64_t m = 0; m < task.count; m++)
-            attend_gathered<1>(from, dim, last + m, q + m * heads.q_stride, heads.q_stride, heads.scale,
-                               heads.window, to + m * heads.out_stride, heads.out_stride);
-    });
+    const int64_t sides = (int64_t)runs.size() * cache.kv_heads;  // key heads of runs
+    for (int64_t begin = 0, end = 0; begin < sides; begin = end) {
+        std::vector<Gathered> gathered;
+        for (size_t bytes = 0; end < sides && bytes < GATHERED_BYTES; end++) {
+            gathered.emplace_back(*runs[end / cache.kv_heads], dim);
+            bytes += (gathered.back().keys.size() + gathered.back().values.size()) * sizeof(float);
+        }
+        threads.run(end - begin, [&](int64_t i) {
+            const int64_t side = begin + i;
+            gather<F>(cache, *runs[side / cache.kv_heads], side % cache.kv_heads, gathered[i]);
+        });
+        struct Task {
+            int64_t run, token, count, head;
+        };
+        std::vector<Task> tasks;
+        for (int64_t r = begin / cache.kv_heads; r * cache.kv_heads < end; r++) {
+            const int64_t before = r * cache.kv_heads;
+            const int64_t first = std::max<int64_t>(begin - before, 0), last = std::min(end - before, cache.kv_heads);
+            for (int64_t token = 0; token < runs[r]->count; token += QUERY_TOKENS)
+                for (int64_t head = first * per_kv; head < last * per_kv; head++)
+                    tasks.push_back({r, token, std::min(QUERY_TOKENS, runs[r]->count - token), head});
+        }
+        // The last tasks of a run have the longest contexts: they begin first.
+        threads.run((int64_t)tasks.size(), [&](int64_t i) {
+            const Task& task = tasks[tasks.size() - 1 - i];
+            const Run& run = *runs[task.run];
+            const Gathered& from = gathered[task.run * cache.kv_heads + task.head / per_kv - begin];
+            const int64_t token = run.first + task.token, last = run.context - run.count + task.token;
+            const float* q = heads.q + token * heads.q_stride + task.head * dim;
+            float* to = heads.out + token * heads.out_stride + task.head * dim;
+            if (task.count == QUERY_TOKENS)
+                return attend_gathered<QUERY_TOKENS>(from, dim, last, q, heads.q_stride, heads.scale, heads.window, to,
+                                                    heads.out_stride);
+            for (int64_t m = 0; m < task.count; m++)
+                attend_gathered<1>(from, dim, last + m, q + m * heads.q_stride, heads.q_stride, heads.scale,
+                                   heads.window, to + m * heads.out_stride, heads.out_stride);
+        });
+    }
 }
 
 inline void attention(Threads& threads, const Cache& cache, const std::vector<Run>& runs, const Heads& heads) {

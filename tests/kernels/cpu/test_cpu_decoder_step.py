@@ -1,6 +1,9 @@
 """The op decoder_step in C++ against its reference in PyTorch."""
 
+import re
+import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,6 +117,31 @@ def test_windows_and_layers_without_rotation(batch, window):
 def test_every_grouping_of_heads(heads, kv_heads, dim):
     weights = random_weights(layers=1, heads=heads, kv_heads=kv_heads, dim=dim)
     compare(weights, *random_batch([20, 50], [(12, 9)]))
+
+
+MANY_LONG_CONTEXTS = [(9, 590 - 3 * i) for i in range(8)]  # of 16 key heads of 256: 155 MB as float32
+
+
+def test_contexts_that_are_copied_to_float32_in_several_parts():
+    weights = random_weights(layers=1, heads=32, kv_heads=16, dim=256)
+    compare(weights, *random_batch([40], MANY_LONG_CONTEXTS), tolerance=5e-5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_contexts_as_float32_is_bounded():
+    def peak():
+        return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+    _, packed = random_weights(layers=1, heads=32, kv_heads=16, dim=256)
+    batch, num_blocks = random_batch([], MANY_LONG_CONTEXTS)
+    caches = [[torch.zeros(num_blocks, BLOCK, 16, 256)] for _ in range(2)]
+    for cache in caches:
+        cache[0].fill_(0.5)  # or its pages would be taken in the step
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is in use
+    before = peak()
+    with decoder_step.use("cpu"):
+        decoder_step(torch.ones(len(batch.positions), 80), batch, packed, *caches)
+    assert peak() - before < 100 << 20
 
 
 @pytest.mark.parametrize("rows", [[0], [2, 0], [], [3, 3, 3, 3, 1, 0, 2, 3]], ids=str)
