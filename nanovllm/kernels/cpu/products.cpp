@@ -83,13 +83,17 @@ inline void quantised_tiles(const Weight& w, int64_t begin, int64_t end, const T
 
 constexpr int FEW = 8;         // tokens that one pass over the weights takes
 constexpr int FEW_PASSES = 2;  // passes up to which reading the weights anew is cheaper than the panels of `many`
+// A panel: weights of some rows and columns as floats, in the first-level cache, that are multiplied with PANEL_TOKENS tokens
+// at once. Registers hold a sum for each row and token: as a product takes four cycles, at least eight must be independent.
 #if defined(__AVX512F__)
-constexpr int PANEL_TOKENS = 8;
+constexpr int PANEL_TOKENS = 8, PANEL_TILES = 2;
+#elif defined(__AVX2__)
+constexpr int PANEL_TOKENS = 6, PANEL_TILES = 1;
 #else
-constexpr int PANEL_TOKENS = 2;
+constexpr int PANEL_TOKENS = 2, PANEL_TILES = 2;
 #endif
-constexpr int PANEL_ROWS = 2 * TILE;
-constexpr int PANEL_GROUPS = 8;  // of 32 columns: a panel takes 32 KiB
+constexpr int PANEL_ROWS = PANEL_TILES * TILE;
+constexpr int PANEL_GROUPS = 16 / PANEL_TILES;  // of 32 columns: a panel takes 32 KiB
 
 // R tiles for M tokens, at most FEW.
 template <typename T, int R, int M>
@@ -138,53 +142,75 @@ inline void few_tokens(const Weight& w, int64_t begin, int64_t end, const Tokens
     if (count == 3) few_tiles<T, 3>(w, begin, end, x, token, out);
 }
 
-// A panel [columns][PANEL_ROWS] of weights as floats times COUNT tokens, added to sums [token][PANEL_ROWS].
+// A panel [columns][PANEL_ROWS] times COUNT tokens, added to sums [token][PANEL_ROWS]. A function of its own, for which GCC
+// keeps all in registers.
 template <int COUNT>
-inline void panel_times(const float* panel, int64_t columns, const float* x, int64_t stride, float* sums) {
-    Floats acc[COUNT][2];
-    for (int m = 0; m < COUNT; m++) {
-        acc[m][0] = load<Floats>(sums + m * PANEL_ROWS);
-        acc[m][1] = load<Floats>(sums + m * PANEL_ROWS + LANES);
-    }
+__attribute__((noinline)) void panel_times(const float* panel, int64_t columns, const float* x, int64_t stride, float* sums) {
+    constexpr int LENGTH = sizeof(Register) / sizeof(float), WIDTH = PANEL_ROWS / LENGTH;
+    Register acc[COUNT][WIDTH];
+    for (int m = 0; m < COUNT; m++)
+        for (int i = 0; i < WIDTH; i++) acc[m][i] = load<Register>(sums + m * PANEL_ROWS + i * LENGTH);
     for (int64_t k = 0; k < columns; k++) {
-        const Floats low = load<Floats>(panel + k * PANEL_ROWS), high = load<Floats>(panel + k * PANEL_ROWS + LANES);
-        for (int m = 0; m < COUNT; m++) {
-            const float value = x[m * stride + k];
-            add_product(acc[m][0], low, value);
-            add_product(acc[m][1], high, value);
-        }
+        Register weights[WIDTH];
+        for (int i = 0; i < WIDTH; i++) weights[i] = load<Register>(panel + k * PANEL_ROWS + i * LENGTH);
+        for (int m = 0; m < COUNT; m++)
+            for (int i = 0; i < WIDTH; i++) acc[m][i] += weights[i] * x[m * stride + k];
     }
-    for (int m = 0; m < COUNT; m++) {
-        store(sums + m * PANEL_ROWS, acc[m][0]);
-        store(sums + m * PANEL_ROWS + LANES, acc[m][1]);
-    }
+    for (int m = 0; m < COUNT; m++)
+        for (int i = 0; i < WIDTH; i++) store(sums + m * PANEL_ROWS + i * LENGTH, acc[m][i]);
 }
 
-// Tiles `first` and `first` + 1, if that is before `end`, for any number of tokens.
-template <typename T>
-inline void many(const Weight& w, int64_t first, int64_t end, const Tokens& x, const Output& out) {
-    const int64_t blocks = blocks_of<T>(w.columns), bytes = blocks * T::BYTES;
-    const int tiles = first + 1 < end ? 2 : 1;
+// The same for 1 to COUNT tokens.
+template <int COUNT>
+inline void panel_times(int64_t count, const float* panel, int64_t columns, const float* x, int64_t stride, float* sums) {
+    if (count == COUNT) return panel_times<COUNT>(panel, columns, x, stride, sums);
+    if constexpr (COUNT > 1) panel_times<COUNT - 1>(count, panel, columns, x, stride, sums);
+}
+
+inline float* panel_memory() {
     alignas(64) thread_local float panel[PANEL_GROUPS * GROUP * PANEL_ROWS];
+    return panel;
+}
+
+// `tiles` tiles, at most PANEL_TILES, for any number of tokens.
+template <typename T>
+inline void many(const Weight& w, int64_t first, int tiles, const Tokens& x, const Output& out) {
+    const int64_t groups = blocks_of<T>(w.columns) * T::GROUPS, tile_size = tile_bytes<T>(w.columns);
+    const int64_t passes = (x.count + PANEL_TOKENS - 1) / PANEL_TOKENS;
+    float* const panel = panel_memory();
     thread_local std::vector<float> sums;
     sums.assign((size_t)x.count * PANEL_ROWS, 0.0f);
-    for (int64_t g0 = 0; g0 < blocks * T::GROUPS; g0 += PANEL_GROUPS) {
-        const int64_t some = std::min<int64_t>(PANEL_GROUPS, blocks * T::GROUPS - g0);
+    for (int64_t g0 = 0; g0 < groups; g0 += PANEL_GROUPS) {
+        const int64_t some = std::min<int64_t>(PANEL_GROUPS, groups - g0);
+        const uint8_t* const from = w.data + first * tile_size + g0 / T::GROUPS * T::BYTES;
         for (int r = 0; r < tiles; r++)
             for (int64_t g = 0; g < some; g++) {
-                const uint8_t* from = w.data + (first + r) * bytes + (g0 + g) / T::GROUPS * T::BYTES;
-                const int j = (int)((g0 + g) % T::GROUPS);
-                for (int i = 0; i < GROUP; i++) store(panel + (g * GROUP + i) * PANEL_ROWS + r * TILE, T::column(from, j, i));
+                const uint8_t* block = from + r * tile_size + g / T::GROUPS * T::BYTES;
+                for (int i = 0; i < GROUP; i++)
+                    store(panel + (g * GROUP + i) * PANEL_ROWS + r * TILE, T::column(block, (int)(g % T::GROUPS), i));
             }
-        const float* values = x.values + g0 * GROUP;
-        int64_t m = 0;
-        for (; m + PANEL_TOKENS <= x.count; m += PANEL_TOKENS)
-            panel_times<PANEL_TOKENS>(panel, some * GROUP, values + m * x.stride, x.stride, sums.data() + m * PANEL_ROWS);
-        for (; m < x.count; m++)
-            panel_times<1>(panel, some * GROUP, values + m * x.stride, x.stride, sums.data() + m * PANEL_ROWS);
+        const bool is_last = g0 + some == groups;
+        // Weights of the next panel come from memory, and results go to lines that no cache of this core has: both are
+        // fetched meanwhile.
+        const uint8_t* const next = is_last ? from + PANEL_TILES * tile_size - g0 / T::GROUPS * T::BYTES
+                                            : from + some / T::GROUPS * T::BYTES;
+        const int64_t piece = (some * T::BYTES / T::GROUPS / passes + 63) / 64 * 64;
+        for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t m = pass * PANEL_TOKENS, count = std::min<int64_t>(PANEL_TOKENS, x.count - m);
+            for (int r = 0; r < tiles; r++)
+                for (int64_t i = 0; i < piece; i += 64) __builtin_prefetch(next + r * tile_size + pass * piece + i, 0, 2);
+            if (is_last)
+                for (int64_t i = 0; i < count; i++)
+                    for (int r = 0; r < tiles; r++)
+                        __builtin_prefetch(out.values + (m + i) * out.stride + (first + r) * TILE, 1);
+            panel_times<PANEL_TOKENS>(count, panel, some * GROUP, x.values + m * x.stride + g0 * GROUP, x.stride,
+                                      sums.data() + m * PANEL_ROWS);
+            if (is_last)
+                for (int64_t i = m; i < m + count; i++)
+                    for (int r = 0; r < tiles; r++)
+                        out.put(i, first + r, load<Floats>(sums.data() + i * PANEL_ROWS + r * TILE));
+        }
     }
-    for (int64_t m = 0; m < x.count; m++)
-        for (int r = 0; r < tiles; r++) out.put(m, first + r, load<Floats>(sums.data() + m * PANEL_ROWS + r * TILE));
 }
 
 // ---- Any weights
@@ -210,7 +236,8 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
             for (int64_t m = 0; m < x.count; m += FEW)
                 few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);
         } else {
-            for (int64_t tile = begin; tile < end; tile += 2) many<T>(w, tile, end, x, out);
+            for (int64_t tile = begin; tile < end; tile += PANEL_TILES)
+                many<T>(w, tile, (int)std::min<int64_t>(PANEL_TILES, end - tile), x, out);
         }
     });
 }

@@ -49,7 +49,10 @@ inline uint16_t f16_of_float(float value) {
 }
 
 inline Floats floats_of_bf16(const uint16_t* from) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+    return (Floats)_mm512_slli_epi32(wide, 16);  // GCC widens each half by itself
+#elif defined(__AVX2__)
     auto eight = [](const uint16_t* halves) {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)halves));
         return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));

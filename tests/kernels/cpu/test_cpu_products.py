@@ -139,7 +139,7 @@ def test_a_token_has_the_same_result_in_every_batch_of_few_and_of_many(format):
         assert torch.equal(packed.product(x[:count]), every[:count]), count
     x = torch.randn(64, 512)  # with AMX these are multiplied in another way
     every = packed.product(x)
-    for count in (32, 37, 63):
+    for count in (*range(32, 41), 63):
         assert torch.equal(packed.product(x[:count]), every[:count]), count
 
 
