@@ -2,7 +2,8 @@
 minutes).
 
 The text is the one of `tests.fp8_accuracy`, and so are the measures. The reference are the weights of the model's
-published Q4_1 file in float32; they are quantised as `LLM(quantization=...)` does.
+published Q4_1 file in float32; they are quantised as `LLM(quantization=...)` does. The last rows are of the file's own
+blocks, op by op and by the C++ kernels, these with either of `LLM(cpu_activations=...)`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from safetensors.torch import save_file
 
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import resolve_kernels
+from nanovllm.kernels.cpu.build import cpu_support
+from nanovllm.kernels.cpu.library import PARTS
 from nanovllm.weights import gguf
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.demo_model import demo_model_path
@@ -36,11 +39,19 @@ def expand(path: Path, directory: Path) -> Path:
 
 
 @torch.inference_mode()
-def logits(path: Path, tokens: torch.Tensor, form: str | None = None, keep_packed: bool = False) -> torch.Tensor:
-    """[len(tokens), vocab_size] in float32."""
+def logits(
+    path: Path,
+    tokens: torch.Tensor,
+    form: str | None = None,
+    keep_packed: bool = False,
+    activations: str | None = None,
+) -> torch.Tensor:
+    """[len(tokens), vocab_size] in float32; activations: of the C++ kernels, which run if this is given."""
     checkpoint, device = locate(EngineConfig(str(path), quantization=form)), torch.device("cpu")
-    kernels = resolve_kernels(device, False)
-    model = load_model(checkpoint, kernels, torch.float32, device, len(tokens), keep_packed=keep_packed)
+    kernels = resolve_kernels(device, activations is not None)
+    model = load_model(
+        checkpoint, kernels, torch.float32, device, len(tokens), packed=activations, keep_packed=keep_packed
+    )
     return logits_of(model, checkpoint.config, tokens, torch.float32)
 
 
@@ -55,6 +66,8 @@ def measure(path: Path, text: str, num_tokens: int) -> dict[str, tuple[float, fl
         floats = expand(path, Path(folder))
         found = {"float32": logits(floats, tokens)} | {form: logits(floats, tokens, form) for form in FORMS}
     found["Q4_1 blocks"] = logits(path, tokens, keep_packed=True)
+    if cpu_support(torch.device("cpu")) is None:
+        found |= {f"Q4_1, C++, {of} activations": logits(path, tokens, activations=of) for of in PARTS}
     exact = found["float32"]
     spread = (exact - exact.mean(-1, keepdim=True)).norm()
     return {

@@ -12,6 +12,11 @@ def test_quantised_weights_write_as_well_as_floats(smollm2_path):
     exact = found["float32"][0]
     # Blocks are the same numbers; what is left is float32's rounding.
     assert found["Q4_1 blocks"][0] == pytest.approx(exact, rel=1e-4) and found["Q4_1 blocks"][1] < 1e-4
+    if "Q4_1, C++, int8 activations" in found:
+        ppl, error, same = found["Q4_1, C++, float32 activations"]
+        assert ppl == pytest.approx(exact, rel=1e-4) and error < 1e-4
+        ppl, error, same = found["Q4_1, C++, int8 activations"]
+        assert ppl < exact * 1.01 and 1e-3 < error < 0.1 and same > 0.93
     for form, most in {"int8": 1.005, "fp8": 1.02, "int4": 1.6}.items():
         ppl, error, same = found[form]
         assert ppl < exact * most and 1e-4 < error < 1.2 and same > 0.55, (form, found[form])
