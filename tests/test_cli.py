@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.cli import main
 from nanovllm.kernels import all_ops
+from nanovllm.kernels.op.registry import temporary
 from tests import tiny
 from tests.providers import registered
 
@@ -151,7 +152,8 @@ def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
     ["kernels list", "kernels why softmax", "kernels verify softmax", "kernels bench softmax", "generate x", "chat"],
 )
 def test_a_plugin_that_cannot_be_loaded_is_an_error(command):
-    done = run_here(*command.split(), "--kernel-plugin", "missing.py")
+    with temporary():
+        done = run_here(*command.split(), "--kernel-plugin", "missing.py")
     said = r"^nanovllm: kernel plugin .*missing.py: there is no such file$"
     assert done.returncode == 1 and re.search(said, done.stderr, re.M)
 

@@ -19,14 +19,15 @@ def test_a_conversation(server):
         tab.on("pageerror", lambda e: messages.append(str(e)))
         tab.on("request", lambda r: requests.append(r.url))
         tab.goto(server.url)
-        tab.wait_for_function("document.getElementById('model').textContent === 'model'")
+        expect = playwright.expect  # not wait_for_function, which the page's content security policy refuses
+        expect(tab.locator("#model")).to_have_text("model")
         tab.click("summary")
         tab.fill("#max_tokens", "20")
         tab.fill("#temperature", "0")
         tab.fill("#prompt", "hello <b>there</b>")
         tab.keyboard.press("Enter")
         tab.wait_for_selector("#send:not([hidden])")
-        tab.wait_for_function("document.querySelector('.facts').textContent.includes('tokens/s')")
+        expect(tab.locator(".facts").first).to_contain_text("tokens/s")
         assert tab.inner_text(".user") == "hello <b>there</b>"
         asked = [{"role": "user", "content": "hello <b>there</b>"}]
         body = dict(messages=asked, max_tokens=20, temperature=0, top_p=0.95, seed=None)
@@ -43,7 +44,7 @@ def test_a_conversation(server):
         }""")
         tab.fill("#prompt", "go on for long")
         tab.click("#send")
-        tab.wait_for_function("[...document.querySelectorAll('.facts')].at(-1).textContent.includes('stopped')")
+        expect(tab.locator(".facts").last).to_contain_text("stopped")
         assert tab.is_visible("#send")
         server.assert_idle()
 

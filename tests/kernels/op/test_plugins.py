@@ -119,7 +119,7 @@ def test_loading_twice_runs_once_however_the_path_is_written(plugin, monkeypatch
     monkeypatch.setenv("HOME", str(tmp_path))
     for written in (path, "my_kernels.py", "./my_kernels.py", "~/my_kernels.py", Path(path)):
         assert load_plugins([written]) == [path]
-    assert not failures()
+    assert path not in failures()
     (module_name,) = [m for m in sys.modules if m.startswith("nanovllm_kernel_plugin_my_kernels")]
     assert all_ops()["softmax"].providers["mine"].fn.__module__ == module_name
 
@@ -141,7 +141,7 @@ def test_a_file_that_was_edited_is_loaded_anew(plugin, caplog):
     assert "SyntaxError" in failures()[path]
     assert "renamed" not in all_ops()["softmax"].providers
     plugin(PROVIDER.format(name="mine"))
-    assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "mine" and not failures()
+    assert resolve_kernels(CPU, plugins=[path]).providers["softmax"] == "mine" and path not in failures()
     Path(path).unlink()
     with pytest.raises(ValueError, match="there is no such file"):
         load_plugins([path])
