@@ -75,7 +75,7 @@ def fake_compiler(tmp_path, monkeypatch):
     """A compiler of empty libraries, with a cache of its own; the file of its calls."""
     calls, compiler = tmp_path / "calls", tmp_path / "c++"
     compiler.write_text(
-        f'#!/bin/sh\n[ "$1" = --version ] && exit\ncase " $* " in *" -E "*) exec {build.compiler()} "$@";; esac\n'
+        f'#!/bin/sh\ncase " $* " in *" --version "*) exit;; *" -E "*) exec {build.compiler()} "$@";; esac\n'
         f'echo "$*" >> {calls}\nfor last; do :; done\n'
         f'exec {build.compiler()} -shared -fPIC -x c++ /dev/null -o "$last"\n'
     )
