@@ -3,9 +3,7 @@
 Most of their time goes into compilers, so there is a process for each CPU core, if the GPUs' free memory allows.
 Processes take the GPUs in turn: each sees one. With two GPUs or more the tests of several GPUs run beside them, in one
 process that sees all. Meanwhile the libraries of CUDA C++ kernels are compiled. At the end come, in one process and
-with nothing beside them, the tests with the marker `alone`. One summary says what ran.
-
-This module is also the plugin that those processes of pytest load.
+with nothing beside them, the tests marked `alone`, and a summary. Those processes load this module as a plugin.
 """
 
 from __future__ import annotations
@@ -300,8 +298,9 @@ def main(arguments: Sequence[str] | None = None, devices: Callable[[], Devices] 
     for number in (signal.SIGTERM, signal.SIGHUP):  # the processes are in sessions of their own, and would go on
         signal.signal(number, _interrupt)
     with tempfile.TemporaryDirectory() as folder:
-        # Each process has a core; Inductor's pools of compilers would start as many more in each.
-        environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", **os.environ}
+        # Each process has a core, without Inductor's compilers. It is no worker of a pytest-xdist around this program.
+        ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
+        environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | ours
         run = Run(Path(folder), environment, given.seconds, given.seconds_a_test)
         try:
             _run_all(run, gpus, processes, rest if paths else [*rest, "tests"])

@@ -156,12 +156,12 @@ def test_an_api_process_that_dies_ends_its_own_requests_and_is_started_again(sev
 @pytest.mark.slow
 def test_an_engine_that_dies_is_told_by_all_processes(several):
     (engine,) = several.pids("engine_process")
-    threads, ended = several.streams(16)
+    threads, ended = several.streams(48)  # enough work to be seen running
     wait_until(lambda: several.metric("vllm:num_requests_running") > 8)
     os.kill(engine, signal.SIGKILL)
     join(threads)
     lost = [text for text in ended if '"error":{"message":"the engine ended' in text]
-    assert len(ended) == 16 and len(lost) > 8 and all(text.endswith("data: [DONE]\n\n") for text in ended)
+    assert len(ended) == 48 and len(lost) > 8 and all(text.endswith("data: [DONE]\n\n") for text in ended)
     answers = [client.get("/health") for client in several.clients(8)]
     assert {answer.status_code for answer in answers} == {503}
     wait_until(several.healthy, 60)
