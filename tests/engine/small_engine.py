@@ -1,10 +1,13 @@
 """Engines of the tiny model in the fixture `directory`, and what they are asked for."""
 
 import random
+from unittest.mock import patch
 
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
+from nanovllm.engine.sampler import Sampler
 from tests import tiny
 from tests.devices import DEVICE
 
@@ -35,12 +38,25 @@ def generate(llm, prompts, params) -> list[list[list[int]]]:
 
 
 def check_logits(llm, reference, prompts) -> None:
-    """The logits of every token of the prompts are those of a model of transformers."""
-    seen, paged = [], llm.engine.runner.paged
-    logits = paged.logits
-    paged.logits = lambda hidden, out=None: (seen.append(logits(hidden, out)), seen[-1])[1]
+    """The logits of every token of the prompts are those of a model of transformers.
+
+    They are noted where they are used, since a CUDA graph that computes them calls nothing.
+    """
+    seen = []
+
+    def noted(fn, place):
+        def call(*args):
+            seen.append(args[place].clone())  # a graph's are valid until the next step
+            return fn(*args)
+
+        return call
+
     for prompt in prompts:
-        llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        with (
+            patch.object(model_runner, "compute_logprobs", noted(model_runner.compute_logprobs, 0)),
+            patch.object(Sampler, "__call__", noted(Sampler.__call__, 1)),
+        ):
+            llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         with torch.inference_mode():
             want = reference(torch.tensor([prompt], device=DEVICE)).logits[0]
         got = torch.cat(seen)  # those of the prompt's log-probabilities, and the one that is sampled from

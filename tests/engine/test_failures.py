@@ -35,11 +35,12 @@ def expected(reference):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, asynchronous):
-    calls = []
+    calls, llm = 0, None
 
     def failing(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 4:
+        nonlocal calls
+        calls += llm is not None  # on a GPU an engine samples when it starts, too
+        if calls == 4:
             llm.engine.runner.paged.caches[0].k.fill_(torch.nan)  # a failed kernel may leave anything
             raise RuntimeError("out of memory")
         return sample.native(*args, **kwargs)

@@ -145,6 +145,12 @@ def test_full_steps_have_a_bucket_where_the_layers_are_small(directory, small):
     assert prefill.buckets[-1] == ((64, 11) if small else (8, 8))
 
 
+def not_captured(directory):
+    """Padded steps of an engine that has captured none, on a GPU too."""
+    llm = make(directory, fast_policy=FULL, capture_prefill=True, enforce_eager=True, max_num_batched_tokens=64)
+    return llm.engine.runner.fast.prefill
+
+
 class NoMemory(ReplayedFunctions):
     """Has no memory for the first captures, those of the largest steps."""
 
@@ -162,10 +168,9 @@ class NoMemory(ReplayedFunctions):
 @pytest.mark.parametrize("failures", [2, 3], ids=["full steps", "others"])
 def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, caplog, failures):
     """One warning for each; for a smaller size it is an error, which the engine reports."""
-    prefill = make(
-        directory, fast_policy=FULL, capture_prefill=True, max_num_batched_tokens=64
-    ).engine.runner.fast.prefill
+    prefill = not_captured(directory)
     assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8), (64, 5), (64, 11)]
+    assert len(prefill) == 0
     logits, backend = torch.empty(11, VOCAB, device=DEVICE), NoMemory(torch.device(DEVICE), failures)
     if failures > 2:
         with pytest.raises(torch.OutOfMemoryError), torch.inference_mode():
@@ -187,9 +192,7 @@ class WithAnotherRank(Group):
 
 def test_a_step_is_padded_only_to_a_size_that_all_ranks_have_captured(directory):
     """A rank that lacked memory for a graph would run the step unpadded, and sum fewer rows than the others."""
-    prefill = make(
-        directory, fast_policy=FULL, capture_prefill=True, max_num_batched_tokens=64
-    ).engine.runner.fast.prefill
+    prefill = not_captured(directory)
     logits = torch.empty(11, VOCAB, device=DEVICE)
     with torch.inference_mode(), split_over(WithAnotherRank(0, 2, kept={"other": [1, 1, 1, 0, 0]})):
         prefill.capture(logits, ReplayedFunctions(torch.device(DEVICE)))

@@ -85,14 +85,16 @@ def test_products(rows, size, dtype, poison):
 ONE_TILE = [
     (1, 4, 2, 3), (1, 1, 2, 9), (1, 2, 3, 3), (2, 2, 2, 3), (5, 4, 1, 1), (3, 1, 6, 1), (17, 1, 1, 1), (1, 2, 4, 3),
 ]  # fmt: skip
-TWO_TILES = [(1, 1, 3, 6), (1, 1, 3, 6, 256), (1, 2, 2, 5, 256), (3, 2, 3, 1, 256), (9, 1, 2, 1, 256)]
+TWO_TILES = [(1, 1, 3, 6), (1, 1, 3, 6, 256), (1, 2, 2, 5, 256), (5, 2, 2, 1, 256), (9, 1, 2, 1, 256)]
+MANY_NUMBERS = (1, 7, 33, 65, 70, 96, 97, 130, 144, 160, 161, 192, 193, 250, 256)
+PLANS = [
+    *((plan, (2, 17, 40), (208,)) for plan in ONE_TILE),
+    *((plan, MANY_NUMBERS, (80, 272)) for plan in TWO_TILES),
+]  # fmt: skip
 
 
 @on_hopper
-@pytest.mark.parametrize("plan, numbers, rows", [
-    *((plan, (2, 17, 40), (208,)) for plan in ONE_TILE),
-    *((plan, (1, 7, 33, 65, 70, 96, 97, 130, 144, 160, 161, 192, 193, 250, 256), (80, 272)) for plan in TWO_TILES),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize("plan, numbers, rows", PLANS, ids=str)
 def test_any_plan(plan, numbers, rows, poison):
     """Slots used once and many times, a last group that is partly there, more programs than columns need; two tiles of
     tokens, of one program or of two, the second inside the first or not.
@@ -176,6 +178,11 @@ def test_a_chain_replays_with_new_tokens():
         assert torch.equal(out, first)
 
 
+def fits(plan, tokens):
+    """Whether a program's tiles fit into a multiprocessor's shared memory."""
+    return plan.chunks * plan.slots * (64 + tunables.hopper_product_tokens(tokens, plan.block)) * 128 <= 227 << 10
+
+
 def test_plans_cover_every_column_and_fit():
     large = [(51200, 5120), (57344, 8192), (65536, 4096)]
     for (rows, size), tokens, split, sms in itertools.product(SHAPES + large, TOKENS, (False, True), (78, 114, 132)):
@@ -184,8 +191,10 @@ def test_plans_cover_every_column_and_fit():
         columns = plan.chunks * plan.slots * plan.rounds
         assert plan.splits * columns * 64 >= size, "columns left out"
         assert (plan.splits - 1) * columns * 64 < size, "a program without columns"
-        assert plan.chunks * plan.slots * (64 + tunables.hopper_product_tokens(tokens, plan.block)) * 128 <= 227 << 10
+        assert fits(plan, tokens)
         assert plan.slots > 1 or plan.rounds == 1, "a slot that is refilled needs another beside it"
+    for plan, numbers, _ in PLANS:
+        assert all(fits(HopperProductPlan(*plan), tokens) for tokens in numbers), plan
 
 
 def weight_like(rows, size, dtype=torch.bfloat16, contiguous=True, address=0):
