@@ -3,7 +3,7 @@
 Most of their time goes into compilers, so there is a process for each CPU core, if the GPUs' free memory allows.
 Processes take the GPUs in turn: each sees one. With two GPUs or more the tests of several GPUs run beside them, in one
 process that sees all. Meanwhile the libraries of CUDA C++ kernels are compiled. At the end come, in one process and
-with nothing beside them, the tests marked `alone`, and a summary. Those processes load this module as a plugin.
+with nothing beside them, the tests marked `alone`, and a summary. Those processes load `gpu_plugin.py`.
 """
 
 from __future__ import annotations
@@ -16,160 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import pytest
+from tests.gpu_plugin import ALONE, GPUS, REPORT, SEVERAL_GPUS, SIDE_BY_SIDE
+from tests.gpu_results import Results
 
 ROOT = Path(__file__).parents[1]
-GPUS, REPORT = "NANOVLLM_TEST_GPUS", "NANOVLLM_TEST_REPORT"  # what this program tells its processes
-# What each part of a run selects, and the words of which a file that has such tests contains one.
-SIDE_BY_SIDE = "(gpu or triton or any_device) and not alone and not several_gpus"
-SEVERAL_GPUS, ALONE = "gpu and several_gpus", "gpu and alone"
-_WORDS = {
-    SIDE_BY_SIDE: ("mark.gpu", "mark.triton", "mark.any_device", "import DEVICES"),
-    SEVERAL_GPUS: ("mark.several_gpus",), ALONE: ("mark.alone",),
-}  # fmt: skip
 GIB_A_PROCESS = 6
 """Few tests need more, with copies in float64: experts take 13 GiB."""
-
-_worker = os.environ.get("PYTEST_XDIST_WORKER", "")
-if _worker and GPUS in os.environ:  # before CUDA starts in this process
-    _gpus = os.environ[GPUS].split(",")
-    os.environ["CUDA_VISIBLE_DEVICES"] = _gpus[int(_worker.removeprefix("gw")) % len(_gpus)]
-
-# By what their kernels take to compile, most first: parts of names. Begun last, one would keep a single core busy.
-_FIRST = (
-    "test_verified[attention_prefill", "test_verified[attention_dense", "test_decode_shared.py::test_batches",
-    "test_verified[attention", "test_verified[qk_norm_rope_attention", "test_hopper_product.py::test_products",
-    "test_hopper_product.py::test_any_plan", "test_tune_gpu.py", "test_experts.py", "test_decode_shared.py",
-    "test_decode.py", "test_decode_projected.py", "test_prefill.py", "test_cuda_graphs.py",
-    "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py", "test_smollm2.py",
-    "test_verified[linear", "test_verified[moe", "test_verified[",
-)  # fmt: skip
-# They load libraries that are compiled for a minute at first.
-_LAST = ("tests/kernels/cuda/", "tests/lab/")
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A file without such tests is not imported: to import all takes each process some seconds."""
-    words = _WORDS.get(config.option.markexpr)
-    if words is None or not collection_path.match("test_*.py"):
-        return None
-    text = collection_path.read_text()
-    return None if any(word in text for word in words) else True
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest first; the same in each process."""
-
-    def place(item: pytest.Item) -> int:
-        name = item.nodeid
-        if any(part in name for part in _LAST):
-            return len(_FIRST) + 1
-        return next((i for i, part in enumerate(_FIRST) if part in name), len(_FIRST))
-
-    items.sort(key=place)
-
-
-def _told(kind: str, **values: Any) -> None:
-    if REPORT in os.environ and not _worker:
-        with open(os.environ[REPORT], "a") as file:
-            file.write(json.dumps({"kind": kind, "at": time.time(), **values}) + "\n")
-
-
-@pytest.hookimpl(optionalhook=True)  # there is no such hook without xdist
-def pytest_xdist_node_collection_finished(ids: Sequence[str]) -> None:
-    _told("collected", tests=list(ids))
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    _told("start", test=nodeid)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    said = ""
-    if report.skipped and isinstance(report.longrepr, tuple):
-        said = report.longrepr[2]
-    elif report.failed:
-        crash = getattr(report.longrepr, "reprcrash", None)
-        said = crash.message if crash is not None else str(report.longrepr).strip()
-    _told("end", test=report.nodeid, when=report.when, outcome=report.outcome, said=said)
-
-
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    if report.failed:
-        _told("end", test=report.nodeid, when="collect", outcome="failed", said=str(report.longrepr))
-
-
-@dataclass
-class Result:
-    """What is known of one test: when it began, seconds with its fixtures, and the outcome, None while it runs."""
-
-    began: float = 0.0
-    seconds: float = 0.0
-    outcome: str | None = None
-    said: str = ""
-
-
-@dataclass
-class Results:
-    """All tests of a run, by name."""
-
-    tests: dict[str, Result] = field(default_factory=dict)
-    collected: set[str] | None = None  # None: no process has come so far
-
-    @classmethod
-    def read(cls, paths: Iterable[Path]) -> Results:
-        """From the reports of the processes; what an end wrote in part is left out."""
-        results = cls()
-        for line in (line for path in paths if path.exists() for line in path.read_text().splitlines()):
-            try:
-                results.add(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return results
-
-    def add(self, told: dict[str, Any]) -> None:
-        if told["kind"] == "collected":
-            self.collected = (self.collected or set()) | set(told["tests"])
-            return
-        test = self.tests.setdefault(told["test"], Result(told["at"]))
-        test.seconds = told["at"] - test.began
-        if told["kind"] == "start":
-            return
-        if told["outcome"] != "passed":
-            if test.outcome != "failed":
-                test.outcome, test.said = told["outcome"], told["said"]
-        elif told["when"] == "teardown" and test.outcome is None:
-            test.outcome = "passed"
-
-    @property
-    def not_begun(self) -> int:
-        """Collected tests that no process has come to."""
-        return len((self.collected or set()) - set(self.tests))
-
-    def named(self, outcome: str | None) -> dict[str, Result]:
-        return {name: test for name, test in self.tests.items() if test.outcome == outcome}
-
-    def summary(self, slowest: int = 20) -> list[str]:
-        """Lines: the slowest tests, reasons of skips, first lines of failures, what did not end, counts."""
-        lines = [f"slowest {slowest}:"]
-        for name, test in sorted(self.tests.items(), key=lambda item: -item[1].seconds)[:slowest]:
-            lines.append(f"  {test.seconds:6.1f} s  {name}")
-        skipped = Counter(test.said.removeprefix("Skipped: ") for test in self.named("skipped").values())
-        lines += ["skipped:", *(f"  {n:4}  {why}" for why, n in skipped.most_common())] if skipped else []
-        for title, outcome in (("failed:", "failed"), ("did not end:", None)):
-            found = self.named(outcome)
-            lines += [title] if found else []
-            for name, test in found.items():
-                lines += [f"  {name}", *(f"      {first}" for first in test.said.splitlines()[:1])]
-        words = {"passed": "passed", "skipped": "skipped", "failed": "failed", None: "did not end"}
-        counts = [f"{len(self.named(outcome)):,} {word}" for outcome, word in words.items()]
-        return [*lines, ", ".join([*counts, f"{self.not_begun:,} not begun"])]
 
 
 def num_processes(cores: int, free_gib: Sequence[float]) -> int:
@@ -220,7 +75,7 @@ class Run:
         """Starts pytest. quiet: what it prints goes to a file, which `wait` shows if a test failed."""
         report = self.folder / f"{len(self.reports)}.jsonl"
         command = [
-            sys.executable, "-m", "pytest", "-p", "tests.gpu_run", "-p", "no:cacheprovider", "-q", "--color=no",
+            sys.executable, "-m", "pytest", "-p", "tests.gpu_plugin", "-p", "no:cacheprovider", "-q", "--color=no",
             "-o", f"faulthandler_timeout={self.seconds_a_test}", "-o", "faulthandler_exit_on_timeout=true", *arguments,
         ]  # fmt: skip
         process = self.start(command, quiet, **environment, **{REPORT: str(report)})

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu_run import GIB_A_PROCESS, Results, Run, num_processes
+from tests.gpu_results import Result, Results
+from tests.gpu_run import GIB_A_PROCESS, Run, num_processes
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -156,3 +157,21 @@ def test_a_report_that_ends_within_a_line(tmp_path):
     assert results.tests["b"].outcome is None
     assert results.summary()[-1] == "0 passed, 0 skipped, 1 failed, 1 did not end, 0 not begun"
     assert results.summary()[-6:-1] == ["failed:", "  a", "      it broke", "did not end:", "  b"]
+
+
+def test_a_summary_has_the_slowest_files_and_one_line_of_each_reason():
+    ended = {
+        "some.py::a": Result(0, 3.0, "passed"), "some.py::b[1]": Result(0, 4.0, "passed"),
+        "long.py::a": Result(0, 6.5, "skipped", "Skipped: pip failed: 1\nmore 1"),
+        "other.py::a": Result(0, 0.5, "skipped", "Skipped: pip failed: 1\nmore 2"),
+    }  # fmt: skip
+    assert Results(ended).summary(slowest=1, files=2) == [
+        "slowest files:",
+        "       7 s     2 tests  some.py",
+        "       6 s     1 tests  long.py",
+        "slowest 1:",
+        "     6.5 s  long.py::a",
+        "skipped:",
+        "     2  pip failed: 1",
+        "2 passed, 2 skipped, 0 failed, 0 did not end, 0 not begun",
+    ]

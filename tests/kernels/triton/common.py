@@ -4,6 +4,7 @@ With a GPU they run there at real shapes, else in Triton's interpreter on small 
 `tests/test_interpreted.py` starts.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,15 @@ def strided(x):
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 8), float("nan"), dtype=x.dtype, device=x.device)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
+
+
+def by_turns(*choices, turns=2):
+    """One of `turns` combinations of the choices, spread evenly: with three lists or more, each two values still meet.
+
+    On a GPU most combinations have kernels of their own, which take seconds to compile.
+    """
+    numbered = itertools.product(*map(enumerate, choices))
+    return [tuple(value for _, value in each) for each in numbered if sum(i for i, _ in each) % turns == 0]
 
 
 def graph_of(fn, warm=True):

@@ -23,7 +23,7 @@ from tests.kernels.triton.attention.cases import (
     reference,
     with_scales,
 )
-from tests.kernels.triton.common import DEVICE, graph_of
+from tests.kernels.triton.common import DEVICE, by_turns, graph_of
 
 pytestmark = pytest.mark.triton
 
@@ -161,34 +161,43 @@ def test_a_table_without_blocks():
 
 # ---- a GPU
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (9, 3, 16), (14, 2, 64), (8, 8, 1024)])
-def test_decode(dim, dtype, heads, kv_heads, block_size):
-    check_decode(mixed(3, 2000), heads, kv_heads, dim, block_size, dtype)
-    check_decode(mixed(70, 1500, seed=1), heads, kv_heads, dim, block_size, dtype)
+LENS = {3: mixed(3, 2000), 70: mixed(70, 1500, seed=1)}
+HEADS = [(16, 8, 256), (9, 3, 16), (14, 2, 64), (8, 8, 1024)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "dim, dtype", [(64, BF16), (80, F16), (96, BF16), (128, BF16), (128, F32), (256, BF16), (256, F32)]
+    "dim, dtype, heads, count", by_turns([64, 80, 96, 128, 256], [BF16, F16, F32], HEADS, LENS), ids=str
 )
-@pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (9, 3, 16)])
-def test_decode_with_a_float8_cache(dim, dtype, heads, kv_heads, block_size):
-    options = {"cache_dtype": F8, "k_scale": 1, "v_scale": kv_heads}
-    check_decode(mixed(3, 2000), heads, kv_heads, dim, block_size, dtype, **options)
-    check_decode([*mixed(70, 1500, seed=1), 0], heads, kv_heads, dim, block_size, dtype, **options)
-    check_decode(mixed(300, 900, seed=1), heads, kv_heads, dim, block_size, dtype, cache_dtype=F8)
+def test_decode(dim, dtype, heads, count):
+    num_heads, kv_heads, block_size = heads
+    check_decode(LENS[count], num_heads, kv_heads, dim, block_size, dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [{"soft_cap": 30.0}, {"window": 100}, {"soft_cap": 20.0, "window": 300}])
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_options(options, dtype):
-    for count in (2, 90, 250):
-        check_decode(mixed(count, 2000), 16, 8, 128, 256, dtype, **options)
+@pytest.mark.parametrize(
+    "shape, heads, count",
+    by_turns(
+        [(64, BF16), (80, F16), (96, BF16), (128, BF16), (128, F32), (256, BF16), (256, F32)], HEADS[:2], LENS
+    ),
+    ids=str,
+)  # fmt: skip
+def test_decode_with_a_float8_cache(shape, heads, count):
+    (dim, dtype), (num_heads, kv_heads, block_size) = shape, heads
+    options = {"cache_dtype": F8, "k_scale": 1, "v_scale": kv_heads}
+    check_decode([*LENS[count], 0], num_heads, kv_heads, dim, block_size, dtype, **options)
+    if count == 70:
+        check_decode(mixed(300, 900, seed=1), num_heads, kv_heads, dim, block_size, dtype, cache_dtype=F8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options, dtype, count",
+    by_turns([{"soft_cap": 30.0}, {"window": 100}, {"soft_cap": 20.0, "window": 300}], [BF16, F32], [2, 90, 250]),
+    ids=str,
+)
+def test_options(options, dtype, count):
+    check_decode(mixed(count, 2000), 16, 8, 128, 256, dtype, **options)
 
 
 MANY_TOKENS = [

@@ -29,7 +29,7 @@ from tests.kernels.triton.attention.decode_calls import (
     portable_plan,
     run,
 )
-from tests.kernels.triton.common import INTERPRETED, graph_of
+from tests.kernels.triton.common import INTERPRETED, by_turns, graph_of
 
 pytestmark = pytest.mark.triton
 
@@ -109,12 +109,16 @@ def test_a_position_without_angles(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("group, kv_heads, block_size", [(2, 8, 256), (3, 3, 16), (7, 2, 64)])
-def test_shapes(dim, dtype, group, kv_heads, block_size):
-    check_call(make(mixed(3, 2000), group, kv_heads, dim, block_size, dtype))
-    check_call(make(mixed(70, 1500, seed=1), group, kv_heads, dim, block_size, dtype, norm=False))
+@pytest.mark.parametrize(
+    "dim, dtype, heads, norm",
+    by_turns([64, 80, 96, 128, 256], [BF16, F16, F32], [(2, 8, 256), (3, 3, 16), (7, 2, 64)], [True, False]),
+    ids=str,
+)
+def test_shapes(dim, dtype, heads, norm):
+    """Few sequences with a norm, many without."""
+    group, kv_heads, block_size = heads
+    lens = mixed(3, 2000) if norm else mixed(70, 1500, seed=1)
+    check_call(make(lens, group, kv_heads, dim, block_size, dtype, norm=norm))
 
 
 @pytest.mark.gpu

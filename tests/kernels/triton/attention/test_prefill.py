@@ -26,7 +26,7 @@ from tests.kernels.triton.attention.cases import (
     reference,
     starts_of,
 )
-from tests.kernels.triton.common import DEVICE, GPU, graph_of
+from tests.kernels.triton.common import DEVICE, GPU, by_turns, graph_of
 
 pytestmark = pytest.mark.triton
 
@@ -148,20 +148,26 @@ ANYWHERE = PrefillPlan(rows=64, tile=32, warps=4, stages=2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("dtype", [BF16, F16, F32])
 @pytest.mark.parametrize(
-    "heads, kv_heads, block_size", [(16, 8, 256), (9, 3, 16), (14, 2, 64), (8, 8, 1024), (6, 1, 32), (4, 1, 128)]
+    "dim, dtype, heads",
+    by_turns(
+        [64, 80, 96, 128, 256],
+        [BF16, F16, F32],
+        [(16, 8, 256), (9, 3, 16), (14, 2, 64), (8, 8, 1024), (6, 1, 32), (4, 1, 128)],
+    ),
+    ids=str,
 )
-def test_shapes(dim, dtype, heads, kv_heads, block_size):
-    check_prefill(*run_lengths(), heads, kv_heads, dim, block_size, dtype)
+def test_shapes(dim, dtype, heads):
+    num_heads, kv_heads, block_size = heads
+    check_prefill(*run_lengths(), num_heads, kv_heads, dim, block_size, dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("concurrent", [False, True])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
-@pytest.mark.parametrize("heads, kv_heads, block_size", [(16, 8, 256), (14, 2, 16)])
-def test_the_kernel_for_any_gpu(dim, heads, kv_heads, block_size, concurrent):
+@pytest.mark.parametrize(
+    "concurrent, dim, shape", by_turns([False, True], [64, 96, 128, 256], [(16, 8, 256), (14, 2, 16)]), ids=str
+)
+def test_the_kernel_for_any_gpu(concurrent, dim, shape):
+    heads, kv_heads, block_size = shape
     plan = plan_prefill(heads // kv_heads, dim, 2, 700, concurrent=concurrent)
     check_prefill(*run_lengths(), heads, kv_heads, dim, block_size, BF16, plan)
 

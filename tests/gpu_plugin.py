@@ -1,0 +1,101 @@
+"""What each process of `make test-gpu` loads as a plugin of pytest: its GPU, the files it imports, the order of the
+tests, and a report of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GPUS, REPORT = "NANOVLLM_TEST_GPUS", "NANOVLLM_TEST_REPORT"  # what `gpu_run` tells its processes
+# What each part of a run selects, and the words of which a file that has such tests contains one.
+SIDE_BY_SIDE = "(gpu or triton or any_device) and not alone and not several_gpus"
+SEVERAL_GPUS, ALONE = "gpu and several_gpus", "gpu and alone"
+_WORDS = {
+    SIDE_BY_SIDE: ("mark.gpu", "mark.triton", "mark.any_device", "import DEVICES"),
+    SEVERAL_GPUS: ("mark.several_gpus",), ALONE: ("mark.alone",),
+}  # fmt: skip
+
+_worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if _worker and GPUS in os.environ:  # before CUDA starts in this process
+    _gpus = os.environ[GPUS].split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = _gpus[int(_worker.removeprefix("gw")) % len(_gpus)]
+
+# By what their kernels take to compile, most first: parts of names. Begun last, one would keep a single core busy.
+_FIRST = (
+    "test_verified[attention_prefill", "test_verified[attention_dense", "test_decode_shared.py::test_batches",
+    "test_verified[attention", "test_verified[qk_norm_rope_attention", "test_hopper_product.py::test_products",
+    "test_hopper_product.py::test_any_plan", "test_tune_gpu.py", "test_experts.py", "test_decode_shared.py",
+    "test_decode.py", "test_decode_projected.py", "test_prefill.py", "test_cuda_graphs.py",
+    "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py", "test_smollm2.py",
+    "test_verified[linear", "test_verified[moe", "test_verified[",
+)  # fmt: skip
+# They load libraries that are compiled for a minute at first.
+_LAST = ("tests/kernels/cuda/", "tests/lab/")
+_BY_TURNS = "tests/kernels/triton/"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file without such tests is not imported: to import all takes each process some seconds."""
+    words = _WORDS.get(config.option.markexpr)
+    if words is None or not collection_path.match("test_*.py"):
+        return None
+    text = collection_path.read_text()
+    return None if any(word in text for word in words) else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Longest first; the same in each process. What _FIRST does not name: tests of kernels after all others, and one of
+    each file by turns. Neighbours of a file are often compiled the same kernels, each process for itself if they run at
+    the same time; later ones find them in Triton's cache.
+    """
+    turns: Counter[Path] = Counter()
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        name = item.nodeid
+        if any(part in name for part in _LAST):
+            return len(_FIRST) + 1, 0
+        first = next((i for i, part in enumerate(_FIRST) if part in name), len(_FIRST))
+        if first < len(_FIRST) or _BY_TURNS not in name:
+            return first, 0
+        turns[item.path] += 1
+        return first, turns[item.path]
+
+    items.sort(key=place)
+
+
+def _told(kind: str, **values: Any) -> None:
+    if REPORT in os.environ and not _worker:
+        with open(os.environ[REPORT], "a") as file:
+            file.write(json.dumps({"kind": kind, "at": time.time(), **values}) + "\n")
+
+
+@pytest.hookimpl(optionalhook=True)  # there is no such hook without xdist
+def pytest_xdist_node_collection_finished(ids: Sequence[str]) -> None:
+    _told("collected", tests=list(ids))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _told("start", test=nodeid)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    said = ""
+    if report.skipped and isinstance(report.longrepr, tuple):
+        said = report.longrepr[2]
+    elif report.failed:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        said = crash.message if crash is not None else str(report.longrepr).strip()
+    _told("end", test=report.nodeid, when=report.when, outcome=report.outcome, said=said)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.failed:
+        _told("end", test=report.nodeid, when="collect", outcome="failed", said=str(report.longrepr))
