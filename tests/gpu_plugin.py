@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+_compiled: list[tuple[str, str, float]] = []
+"""(the kernel's name, the key in Triton's cache, seconds) of what this process compiled since the last test's end."""
+
+
+def pytest_collection_finish() -> None:
+    """Have Triton say what it compiles."""
+    if not _worker:
+        return
+    try:
+        from triton import knobs
+    except ImportError:  # there is no Triton, or an old one
+        return
+
+    def note(*, src: Any, metadata: dict[str, Any], times: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            _compiled.append((src.name, metadata["hash"], times.total / 1e6))
+
+    knobs.compilation.listener = note
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        item.user_properties.append(("compiled", _compiled[:]))
+        _compiled.clear()
+
+
 def _told(kind: str, **values: Any) -> None:
     if REPORT in os.environ and not _worker:
         with open(os.environ[REPORT], "a") as file:
@@ -93,7 +122,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     elif report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = crash.message if crash is not None else str(report.longrepr).strip()
-    _told("end", test=report.nodeid, when=report.when, outcome=report.outcome, said=said)
+    compiled = dict(report.user_properties).get("compiled", [])
+    _told("end", test=report.nodeid, when=report.when, outcome=report.outcome, said=said, compiled=compiled)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -18,6 +18,8 @@ class Result:
     seconds: float = 0.0
     outcome: str | None = None
     said: str = ""
+    compiled: list[tuple[str, str, float]] = field(default_factory=list)
+    """Triton's kernels: name, key in Triton's cache, seconds."""
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Results:
         test.seconds = told["at"] - test.began
         if told["kind"] == "start":
             return
+        test.compiled += told.get("compiled", [])
         if told["outcome"] != "passed":
             if test.outcome != "failed":
                 test.outcome, test.said = told["outcome"], told["said"]
@@ -68,11 +71,27 @@ class Results:
         totals = {name: (sum(each), len(each)) for name, each in seconds.items()}
         return dict(sorted(totals.items(), key=lambda item: -item[1][0]))
 
+    def kernels(self, most: int = 8) -> list[str]:
+        """Lines: what Triton compiled, and the kernels that took the longest, each with all that it is compiled for."""
+        seconds: Counter[str] = Counter()
+        numbers: Counter[str] = Counter()
+        known, again = set(), 0.0
+        for name, key, took in (each for test in self.tests.values() for each in test.compiled):
+            seconds[name] += took
+            numbers[name] += 1
+            again += took if key in known else 0.0
+            known.add(key)
+        if not known:
+            return []
+        title = f"compiled by Triton: {len(known):,} kernels in {sum(seconds.values()):,.0f} s of all processes"
+        lines = [f"{title}, {again:,.0f} s of them for what another compiled as well:"]
+        return lines + [f"  {took:6.0f} s  {numbers[name]:4} x {name}" for name, took in seconds.most_common(most)]
+
     def summary(self, slowest: int = 20, files: int = 12) -> list[str]:
-        """Lines: the slowest files and tests, then the first line of reasons of skips and of failures, what did not
-        end, counts.
+        """Lines: what was compiled, the slowest files and tests, then the first line of reasons of skips and of
+        failures, what did not end, counts.
         """
-        lines = ["slowest files:"]
+        lines = [*self.kernels(), "slowest files:"]
         for name, (seconds, number) in list(self.files().items())[:files]:
             lines.append(f"  {seconds:6.0f} s  {number:4} tests  {name}")
         lines.append(f"slowest {slowest}:")

@@ -62,6 +62,20 @@ def test_waits():
     pathlib.Path(os.environ["SEEN"]).write_text(str(os.getpid()))
     time.sleep(1000)
 """
+COMPILES = """
+import pytest, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+pytestmark = pytest.mark.gpu
+
+@triton.jit
+def one_kernel(x):
+    tl.store(x, 1)
+
+@pytest.mark.parametrize("i", range(4))
+def test_compiles(i):
+    triton.compile(ASTSource(one_kernel, {"x": "*i64" if i else "*i32"}), target=GPUTarget("cuda", 90, 32))
+"""
 ELSEWHERE = "def test_needs_none(): pass"
 PROGRAM = """
 import sys
@@ -106,6 +120,17 @@ def test_a_run_on_two_gpus(tmp_path):
     told = "\n".join(summary)
     assert "1  no such thing" in told and "AssertionError: one is not two\n" in told
     assert "test_some.py::test_hangs\n      worker" in told and "more" not in told
+
+
+@pytest.mark.slow
+def test_what_triton_compiles_is_counted(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "seen").touch()
+    code, summary, _ = run(tmp_path, COMPILES)
+    told = next(line for line in summary if line.startswith("compiled by Triton: "))
+    assert code == 0 and "compiled by Triton: 2 kernels in " in told
+    assert summary[summary.index(told) + 1].endswith(" x one_kernel")
 
 
 @pytest.mark.slow
@@ -161,11 +186,15 @@ def test_a_report_that_ends_within_a_line(tmp_path):
 
 def test_a_summary_has_the_slowest_files_and_one_line_of_each_reason():
     ended = {
-        "some.py::a": Result(0, 3.0, "passed"), "some.py::b[1]": Result(0, 4.0, "passed"),
+        "some.py::a": Result(0, 3.0, "passed", compiled=[("k", "1", 2.0)]),
+        "some.py::b[1]": Result(0, 4.0, "passed", compiled=[("m", "3", 1.0), ("k", "1", 3.0), ("k", "2", 4.0)]),
         "long.py::a": Result(0, 6.5, "skipped", "Skipped: pip failed: 1\nmore 1"),
         "other.py::a": Result(0, 0.5, "skipped", "Skipped: pip failed: 1\nmore 2"),
     }  # fmt: skip
     assert Results(ended).summary(slowest=1, files=2) == [
+        "compiled by Triton: 3 kernels in 10 s of all processes, 3 s of them for what another compiled as well:",
+        "       9 s     3 x k",
+        "       1 s     1 x m",
         "slowest files:",
         "       7 s     2 tests  some.py",
         "       6 s     1 tests  long.py",

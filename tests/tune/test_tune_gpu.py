@@ -112,9 +112,9 @@ def test_what_does_not_fit_or_does_not_compile_is_skipped_with_its_reason(gpu):
     job = one("linear_bias_act", (64, 1024, 4096), model=model)
     timer = JobTimer(job, device)
     with pytest.raises(Skipped, match="out of shared memory"):
-        timer.measure(StreamPlan(64, 128, 256, 1, 8, 8), 3)
-    with pytest.raises(Skipped, match="does not compile|out of"):
-        timer.measure(TilePlan(64, 256, 512, 8, 1, 1, 8), 3)
+        timer.measure(StreamPlan(64, 64, 128, 1, 4, 8), 3)
+    with pytest.raises(Skipped, match="does not compile"):
+        timer.measure(TilePlan(64, 48, 64, 8, 1, 4, 3), 3)
     assert timer.measure(job.builtin, 3) > 0  # the device is none the worse for it
 
 
