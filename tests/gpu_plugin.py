@@ -4,11 +4,13 @@ tests, and a report of each.
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +32,16 @@ if _worker and GPUS in os.environ:  # before CUDA starts in this process
 
 # By what their kernels take to compile, most first: parts of names. Begun last, one would keep a single core busy.
 _FIRST = (
-    "test_verified[attention_prefill", "test_verified[attention_dense", "test_decode_shared.py::test_batches",
-    "test_verified[attention", "test_verified[qk_norm_rope_attention", "test_hopper_product.py::test_products",
-    "test_hopper_product.py::test_any_plan", "test_tune_gpu.py", "test_experts.py", "test_decode_shared.py",
-    "test_decode.py", "test_decode_projected.py", "test_prefill.py", "test_cuda_graphs.py",
+    "test_verified[attention_prefill", "test_verified[attention_dense", "test_cuda_graphs.py",
+    "test_verified[qk_norm_rope_attention", "test_decode_shared.py::test_batches", "test_verified[attention",
+    "test_hopper_product.py::test_products", "test_hopper_product.py::test_any_plan",
+    "test_products.py::test_gated_mlp", "test_products.py::test_any_strides", "test_tune_gpu.py", "test_experts.py",
+    "test_decode_shared.py", "test_decode.py", "test_decode_projected.py", "test_prefill.py",
     "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py", "test_smollm2.py",
-    "test_verified[linear", "test_verified[moe", "test_verified[",
+    "test_verified[linear", "test_verified[moe", "test_verified[gated_mlp", "test_verified[",
 )  # fmt: skip
-# They load libraries that are compiled for a minute at first.
-_LAST = ("tests/kernels/cuda/", "tests/lab/")
+# Then the rest, then what loads libraries that are compiled for a minute at first, then short tests of kernels.
+_LIBRARIES = ("tests/kernels/cuda/", "tests/lab/")
 _BY_TURNS = "tests/kernels/triton/"
 
 
@@ -52,21 +55,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Longest first; the same in each process. What _FIRST does not name: tests of kernels after all others, and one of
-    each file by turns. Neighbours of a file are often compiled the same kernels, each process for itself if they run at
-    the same time; later ones find them in Triton's cache.
+    """Longest first; the same in each process.
+
+    At the end one test of each file of _BY_TURNS, and so on. Neighbours of a file often need the same kernels: a
+    process would wait while another compiles them.
     """
     turns: Counter[Path] = Counter()
 
     def place(item: pytest.Item) -> tuple[int, int]:
         name = item.nodeid
-        if any(part in name for part in _LAST):
-            return len(_FIRST) + 1, 0
         first = next((i for i, part in enumerate(_FIRST) if part in name), len(_FIRST))
+        if any(part in name for part in _LIBRARIES):
+            return len(_FIRST) + 1, 0
         if first < len(_FIRST) or _BY_TURNS not in name:
             return first, 0
         turns[item.path] += 1
-        return first, turns[item.path]
+        return len(_FIRST) + 2, turns[item.path]
 
     items.sort(key=place)
 
@@ -76,11 +80,12 @@ _compiled: list[tuple[str, str, float]] = []
 
 
 def pytest_collection_finish() -> None:
-    """Have Triton say what it compiles."""
-    if not _worker:
+    """In a worker Triton says what it compiles, and compiles nothing that another worker is compiling."""
+    if not _worker or REPORT not in os.environ:
         return
     try:
-        from triton import knobs
+        import triton
+        from triton import compiler, knobs
     except ImportError:  # there is no Triton, or an old one
         return
 
@@ -89,15 +94,32 @@ def pytest_collection_finish() -> None:
             _compiled.append((src.name, metadata["hash"], times.total / 1e6))
 
     knobs.compilation.listener = note
+    # Kernels take it from triton.compiler when they are first launched.
+    triton.compile = compiler.compile = _one_at_a_time(compiler.compile, Path(os.environ[REPORT]).parent)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+def _one_at_a_time(compile_: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """Triton's compile, which waits while any process compiles the same, and then finds the result in Triton's cache.
+
+    Tests that run at the same time are often neighbours, which need the same kernels.
+    """
+
+    def compile_once(src: Any, target: Any = None, options: Any = None, **more: Any) -> Any:
+        if not hasattr(src, "hash"):  # the path of a file
+            return compile_(src, target, options, **more)
+        key = f"{src.hash()} {target} {sorted((options or {}).items(), key=str)}"
+        with open(folder / f"{hashlib.sha256(key.encode()).hexdigest()}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            return compile_(src, target, options, **more)
+
+    return compile_once
+
+
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    try:
-        return (yield)
-    finally:
-        item.user_properties.append(("compiled", _compiled[:]))
-        _compiled.clear()
+    yield
+    item.user_properties.append(("compiled", _compiled[:]))
+    _compiled.clear()
 
 
 def _told(kind: str, **values: Any) -> None:
