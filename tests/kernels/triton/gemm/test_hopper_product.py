@@ -1,6 +1,7 @@
 """Products of few tokens on Hopper: against float64 there; elsewhere the plans, and which products are taken."""
 
 import itertools
+from bisect import bisect_left
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,7 @@ SHAPES = [
     (576, 1536),
     (16, 64), (80, 64), (208, 1088), (48, 4416), (1040, 320),
 ]  # fmt: skip
+TILES = (8, 16, 32, 64, 96, 128, 160, 192, 256)
 TOKENS = (1, 3, 8, 9, 16, 31, 32, 33, 64, 80, 100, 129, 160, 176, 208, 256)
 
 
@@ -62,24 +64,29 @@ def gated(exact):
     return F.silu(gate) * up
 
 
+WAYS = ("plain", "biased", "gated", "split")
+
+
+def checked(x, weight, bias, exact, way, plan=None):
+    """One way of a product. exact: x W^T in float64."""
+    if way == "biased":
+        near(hopper_product.product(x, weight, bias, plan=plan), exact + bias.double())
+    elif way == "gated":
+        near(hopper_product.product(x, weight, gated=True, plan=plan), gated(exact), 2)
+    else:
+        near(hopper_product.product(x, weight, split=way == "split", plan=plan), exact)
+
+
 @on_hopper
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, size", SHAPES, ids=str)
 def test_products(rows, size, dtype, poison):
-    """Two of four ways of each product, each a kernel to compile, by turns of the tiles: of a shape and a number of
-    tokens the other dtype has the other two, and so has the next shape in this dtype.
-    """
-    shift = SHAPES.index((rows, size)) + DTYPES.index(dtype)
+    """One of four ways of each product, each a kernel to compile, by turns of the tiles, dtypes and shapes."""
+    shift = SHAPES.index((rows, size)) + 2 * DTYPES.index(dtype)
     for tokens in TOKENS:
         x, weight, bias, exact = make(tokens, rows, size, dtype, tokens, stride=size + 8 * (tokens % 3))
         assert hopper_product.takes(x, weight) == (tokens in hopper_product.num_tokens_taken(weight))
-        if (max(7, tokens - 1).bit_length() + shift) % 2:
-            near(hopper_product.product(x, weight), exact)
-            if rows % 16 == 0:
-                near(hopper_product.product(x, weight, gated=True), gated(exact), 2)
-        else:
-            near(hopper_product.product(x, weight, bias), exact + bias.double())
-            near(hopper_product.product(x, weight, split=True), exact)
+        checked(x, weight, bias, exact, WAYS[(bisect_left(TILES, tokens) + shift) % 4])
 
 
 ONE_TILE = [
@@ -97,18 +104,16 @@ PLANS = [
 @pytest.mark.parametrize("plan, numbers, rows", PLANS, ids=str)
 def test_any_plan(plan, numbers, rows, poison):
     """Slots used once and many times, a last group that is partly there, more programs than columns need; two tiles of
-    tokens, of one program or of two, the second inside the first or not.
+    tokens, of one program or of two, the second inside the first or not. Where a program has all columns, the ways of
+    the product take turns.
     """
-    plan = HopperProductPlan(*plan)
+    first, plan = [p for p, *_ in PLANS].index(plan), HopperProductPlan(*plan)
     assert plan.splits * plan.chunks * plan.slots * plan.rounds >= 17
-    for (tokens, num_rows), seed in itertools.product(
-        zip(numbers, itertools.cycle(rows)), range(3 if len(rows) == 1 else 1)
+    for (i, tokens, num_rows), seed in itertools.product(
+        zip(itertools.count(first), numbers, itertools.cycle(rows)), range(3 if len(rows) == 1 else 1)
     ):
         x, weight, bias, exact = make(tokens, num_rows, 17 * 64, torch.bfloat16, tokens + seed, stride=17 * 64 + 8)
-        near(hopper_product.product(x, weight, split=True, plan=plan), exact)
-        if plan.splits == 1:
-            near(hopper_product.product(x, weight, bias, plan=plan), exact + bias.double())
-            near(hopper_product.product(x, weight, gated=True, plan=plan), gated(exact), 2)
+        checked(x, weight, bias, exact, WAYS[1 + i % 3] if plan.splits == 1 else "split", plan)
 
 
 def distance(got, expected):
