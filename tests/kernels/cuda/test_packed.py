@@ -251,8 +251,8 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
     }[kind]
     for rows, groups in ((24576, 32), (4096, 96), (64, 2048), (151936, 32), (6144, 2)):
         for sums in (False, True):
-            plan = plan_ring(four, rows, groups, tokens, 132, sums)
-            assert plan_ring(four, rows, groups, tokens, 132, sums, small=True) is None
+            plan = plan_ring(kind, rows, groups, tokens, 132, sums)
+            assert plan_ring(kind, rows, groups, tokens, 132, sums, small=True) is None
             if plan is None:
                 continue
             assert plan.warps <= most_warps and plan.fragments <= (1 if tokens <= 8 else 2)
@@ -261,10 +261,11 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
             phases = phases_of(plan, turns, tokens, 128 if four else 64, planes)
             assert 1 <= phases.turns <= turns and phases.shared_bytes <= 227 * 1024 and phases.panel[4] % 32 == 16
     if 1 < tokens <= 8:
-        plans = [plan_ring(four, rows, 32, tokens, 132, False) for rows in (1024, 4096, 6144, 24576, 151936)]
+        plans = [plan_ring(kind, rows, 32, tokens, 132, False) for rows in (1024, 4096, 6144, 24576, 151936)]
         assert [p.row_warps for p in plans] == [1, 2, 3, 12, 12] and {p.warps for p in plans} == {12}
-        assert plan_ring(four, 4096, 96, tokens, 132, True) == PackedCudaPlan(6, 12, 3, 1)
-        assert plan_ring(four, 256, 8, tokens, 132, True) is None  # few blocks
+        assert plan_ring(kind, 4096, 96, tokens, 132, True) == PackedCudaPlan(4, 12, 2, 1)
+        assert plan_ring(kind, 5120, 96, tokens, 132, True) == PackedCudaPlan(6, 12, 2, 1)
+        assert plan_ring(kind, 256, 8, tokens, 132, True) is None  # few blocks
     assert ScalePlane(2, 1).room(4) >= 3 * 2 + 14  # four steps from an odd one have parts of three pairs
 
 

@@ -25,6 +25,8 @@ _ROW_BLOCKS = 2
 """Blocks a multiprocessor from which on few warps share a row."""
 _LARGE_ROWS = 16384
 """From which on a product has enough blocks of 64 rows."""
+_LONG_GROUPS = 64
+"""From which on 8 warps are too few for the columns of two of them."""
 _LEAST_STEPS = 4
 """Groups of 128 columns that a split has at least."""
 
@@ -71,10 +73,10 @@ def turns_of_a_phase(turns: int, bytes_a_turn: int) -> int:
 
 
 def plan_ring(
-    four: bool, rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool, small: bool = False
+    kind: str, rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool, small: bool = False
 ) -> PackedCudaPlan | None:
-    """For Q4_K (four) or Q6_K, where the kernel of ring.cuh was faster on an H200, on the whole, at 1 or 16 tokens for
-    the shapes of Qwen3-8B (docs/log/kernels.md); None elsewhere. Of int4 those without sums, of up to 8 tokens.
+    """For "int4", "Q4_K" or "Q6_K", where the kernel of ring.cuh was faster on an H200, on the whole, at 1 to 16 tokens
+    for the shapes of Qwen3-8B (docs/log/kernels.md); None elsewhere. Of int4 those of up to 8 tokens.
 
     Args:
         small: a block has at most 99 KiB of shared memory, as of compute capability 12. A ring may take more.
@@ -83,11 +85,16 @@ def plan_ring(
         return None
     large = rows >= _LARGE_ROWS
     if tokens == 1:
+        if sums and kind == "int4":
+            return PackedCudaPlan(1, 8, 1, 1)
         if sums:
-            return PackedCudaPlan(4, 8, 4 if four else 6, 1)
-        return PackedCudaPlan(4, 4, 1, 1) if large else PackedCudaPlan(1, 8, 1, 1)
+            return PackedCudaPlan(2, 12, 1, 1) if groups >= _LONG_GROUPS else PackedCudaPlan(2, 8, 2, 1)
+        if large:
+            return PackedCudaPlan(4, 8 if kind == "int4" else 4, 1, 1)
+        return PackedCudaPlan(1, 8, 1, 1)
     if tokens <= 8:
         return _plan_wide_ring(rows, groups, multiprocessors, sums)
+    four = kind != "Q6_K"
     if sums:
         return PackedCudaPlan(4, 8, 4, 1 if four else 2)
     if large:
@@ -97,14 +104,17 @@ def plan_ring(
 
 def _plan_wide_ring(rows: int, groups: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
     """Every block copies all of x, so there is one for a multiprocessor, if rows allow that: of 12 warps, with as few
-    of its own rows as make no more blocks than that. None: the blocks of sums are too few.
+    of its own rows as make no more blocks than that; with sums, of 4 or 6 warps' rows. None: the blocks of sums are
+    too few.
     """
     row_blocks = [(warps, -(-rows // (16 * warps))) for warps in (1, 2, 3, 4, 6, 12)]
     if not sums:
         return PackedCudaPlan(next((w for w, blocks in row_blocks if blocks <= multiprocessors), 12), 12, 1, 1)
-    warps, blocks = row_blocks[4]
-    splits = max(1, min(multiprocessors // blocks, groups // _LEAST_STEPS))
-    return PackedCudaPlan(warps, 12, splits, 1) if 4 * blocks * splits >= 3 * multiprocessors else None
+    for warps, blocks in row_blocks[3:5]:
+        splits = max(1, min(multiprocessors // blocks, groups // _LEAST_STEPS))
+        if 4 * blocks * splits >= 3 * multiprocessors:
+            return PackedCudaPlan(warps, 12, splits, 1)
+    return None
 
 
 def plan_wide(rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:

@@ -142,11 +142,11 @@ def _operands(
     return _affine(size, weight, scale, zero, bits, x.dtype)
 
 
-def _takes_ring(w: _Weight, x: torch.Tensor, tokens: int, sums: bool) -> bool:
+def _takes_ring(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
     """Whether the kernel of ring.cuh is a choice. Rows of int4's scales have to begin at multiples of 16 bytes."""
     if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
         return True
-    if w.storage != _Storage.INT4 or w.scale is None or x.dtype != torch.bfloat16 or sums or tokens > 8:
+    if w.storage != _Storage.INT4 or w.scale is None or x.dtype != torch.bfloat16 or tokens > 8:
         return False
     return not w.scale.stride(0) % 8 and not w.scale.data_ptr() % 16
 
@@ -158,9 +158,9 @@ def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> Pa
         assert wide is not None  # `_operands` has asked
         return wide
     ring = None
-    if _takes_ring(w, x, tokens, sums):
-        four = w.storage != _Storage.Q6_K
-        ring = plan_ring(four, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
+    if _takes_ring(w, x, tokens):
+        kind = "int4" if w.storage == _Storage.INT4 else w.storage.name
+        ring = plan_ring(kind, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
     return ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
 
