@@ -245,8 +245,9 @@ def main() -> None:
     if args.host:
         return print_host(args)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = str(demo_model_path())
-        if args.tiktoken is not None:
+        if args.tiktoken is None:
+            tokenizer = str(demo_model_path())
+        else:
             tokenizer = folder
             dummy_tokenizer.write(Path(folder), VOCAB_SIZE, END, args.tiktoken)
         llm = LLM(args.model, load_format="dummy", tokenizer=tokenizer, max_model_len=1024, enable_prefix_caching=False)

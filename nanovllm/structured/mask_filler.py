@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -17,6 +18,8 @@ _PARALLEL_MASKS = 8
 """Masks from which on threads fill them: one in a hundred takes milliseconds, and the device waits if these add up."""
 _THREADS = min(8, os.cpu_count() or 1)
 _STEPS_TIMED = 64
+_SLOW_STEPS_SECONDS = 0.5
+"""The seconds that slow steps among the latest `_STEPS_TIMED` take together, from which on each mask is timed."""
 
 
 class Filling:
@@ -38,17 +41,25 @@ class MaskFiller:
     """Fills the masks of many constraints, in several threads where that is worth it.
 
     Args:
-        slow_seconds: when the masks of a step take longer, those of the next steps are timed one by one.
+        slow_seconds: a step whose masks take longer is slow.
+        slow_steps_seconds: when slow steps take more than this together, masks are timed one by one for some steps.
+            A sequence whose masks are slow is ended then. These steps take longer, since threads of Python wait for
+            the interpreter after each mask; so few slow masks, which any grammar may have, do not lead there.
     """
 
-    def __init__(self, slow_seconds: float = SLOW_MASK_SECONDS) -> None:
+    def __init__(
+        self, slow_seconds: float = SLOW_MASK_SECONDS, slow_steps_seconds: float = _SLOW_STEPS_SECONDS
+    ) -> None:
         self._slow_seconds = slow_seconds
+        self._slow_steps_seconds = slow_steps_seconds
+        self._slow_steps: deque[float] = deque(maxlen=_STEPS_TIMED)
+        """Seconds of the latest steps that were filled in threads; 0 for those that were not slow."""
         self._executor: Any = None
         """llguidance's threads, which say nothing of the time of a single mask."""
         self._timed_executor: ThreadPoolExecutor | None = None
         self._beside: ThreadPoolExecutor | None = None
         self._steps_timed = 0
-        """Steps in which each mask is timed, since one of them was slow."""
+        """Steps that are left in which each mask is timed."""
 
     def filled(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> Filling:
         """`fill`."""
@@ -100,8 +111,11 @@ class MaskFiller:
         masks[:] = -1
         start = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
-        if time.perf_counter() - start > self._slow_seconds:
+        seconds = time.perf_counter() - start
+        self._slow_steps.append(seconds if seconds > self._slow_seconds else 0.0)
+        if sum(self._slow_steps) > self._slow_steps_seconds:
             self._steps_timed = _STEPS_TIMED
+            self._slow_steps.clear()
 
     def _fill_timed(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
         if self._timed_executor is None:

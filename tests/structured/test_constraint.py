@@ -113,7 +113,7 @@ def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds, beside)
     for i, constraint in enumerate(constraints):
         constraint.take((output * 2)[: i % 4])
     masks = np.zeros((count, constraints[0].num_words), np.int32)
-    filler = MaskFiller(slow_seconds)
+    filler = MaskFiller(slow_seconds, slow_steps_seconds=0)
     fill = filler.start if beside else filler.filled
     fill(constraints, masks).wait()
     if not slow_seconds:
@@ -152,12 +152,27 @@ def test_a_sequence_whose_masks_take_long_ends():
 def test_a_slow_sequence_among_many_is_found(maker):
     """The threads of llguidance say only that all masks took long; then each is timed."""
     others = maker.make(SamplingParams(n=11, structured_outputs={"regex": "[ab]+"}))
-    filler, masks = MaskFiller(slow_seconds=0), np.zeros((12, others[0].num_words), np.int32)
+    filler, masks = MaskFiller(0, slow_steps_seconds=0), np.zeros((12, others[0].num_words), np.int32)
     filler.fill([*others, *maker.make(SamplingParams(structured_outputs={"regex": "[ab]+"}))], masks)
     slow = TokenConstraint(SlowMatcher(masks[0].nbytes), None, others[0].num_words)
     for _ in range(12):
         filler.fill([*others, slow], masks)
     assert "too long" in slow.error and not any(constraint.error for constraint in others)
+
+
+@pytest.mark.parametrize("slow_steps_seconds, timed", [(1e-9, True), (60, False)])
+def test_each_mask_is_timed_only_when_slow_steps_add_up(maker, slow_steps_seconds, timed):
+    """Timing takes long: one slow mask in a hundred, which any grammar may have, does not lead there."""
+    constraints = maker.make(SamplingParams(n=12, structured_outputs={"regex": "[ab]+"}))
+    masks, single = np.zeros((12, constraints[0].num_words), np.int32), []
+    for constraint in constraints:
+        constraint.fill = lambda mask, fill=constraint.fill: (single.append(mask), fill(mask))
+    filler = MaskFiller(slow_seconds=0, slow_steps_seconds=slow_steps_seconds)
+    filler.fill(constraints, masks)
+    assert not single
+    for _ in range(3):
+        filler.fill(constraints, masks)
+    assert len(single) == (36 if timed else 0)
 
 
 @pytest.mark.parametrize("size", [SIZE - 100, SIZE + 100, SIZE + -SIZE % 32])
