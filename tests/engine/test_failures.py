@@ -45,8 +45,9 @@ def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, asy
             raise RuntimeError("out of memory")
         return sample.native(*args, **kwargs)
 
-    with registered("sample", failing):
-        llm = make(directory, async_scheduling=asynchronous, kernel_priority={"sample": ["mine"]})
+    with registered("sample", failing):  # without graphs, which would call it only when they are captured
+        priority = {"sample": ["mine"]}
+        llm = make(directory, async_scheduling=asynchronous, kernel_priority=priority, enforce_eager=True)
     with pytest.raises(RuntimeError, match="out of memory"):
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_clean(llm.engine)
@@ -167,7 +168,7 @@ def test_streams_of_others_end_with_an_error_when_a_forward_pass_raises(director
             raise RuntimeError(fails.pop())
         return sample.native(*args, **kwargs)
 
-    with registered("sample", failing):
+    with registered("sample", failing, capturable=False):
         llm = make(directory, kernel_priority={"sample": ["mine"]})
     stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
     next(stream)

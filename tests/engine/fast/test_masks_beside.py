@@ -99,7 +99,7 @@ def test_an_end_that_fails_loses_its_requests_alone(directory, expected, policy,
             raise RuntimeError("no more fish")
         return all_ops()["apply_token_bitmask"].native(*args)
 
-    with registered("apply_token_bitmask", failing):
+    with registered("apply_token_bitmask", failing, capturable=False):
         llm = engine(directory, POLICIES[policy], kernel_priority={"apply_token_bitmask": ["mine"]})
     with pytest.raises(RuntimeError, match="no more fish"):
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -123,7 +123,7 @@ def test_a_step_that_was_given_up_is_not_ended(directory, expected, policy):
             fails.append(True)
             raise RuntimeError("no more fish")
 
-    with registered("apply_token_bitmask", counted):
+    with registered("apply_token_bitmask", counted, capturable=False):
         llm = engine(directory, POLICIES[policy], kernel_priority={"apply_token_bitmask": ["mine"]})
     short = llm.engine.add_request([5, 6], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
     short.listener = raises
