@@ -33,7 +33,7 @@ def main() -> None:
     show_warnings()
     started = time.perf_counter()
     status = StatusLine()
-    status.show("Loading ...")
+    status.show("Loading ...", timed=True)
     from nanovllm import LLM, SamplingParams
     from nanovllm.weights.demo_model import demo_model_path
 

@@ -8,7 +8,7 @@ def main() -> None:
     leave_at_once("nanovllm")
     from nanovllm.cli import main as run
 
-    run()
+    run(quick_exit=True)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,20 @@ import os
 import shutil
 import sys
 import textwrap
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
-from nanovllm.early_exit import INTERRUPTED, raise_when_loaded
+from nanovllm.early_exit import INTERRUPTED, QuickExit, raise_when_loaded
 
 WIDTH = 80
 
 
-def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
+def run_program(name: str, main: Callable[[], int | None], quick_exit: bool = True) -> NoReturn:
     """Run a program and exit.
 
     Ctrl-C, a closed pipe (`| head`), and errors that a user can mend end it without a traceback: ValueError, TypeError,
@@ -27,12 +29,14 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
     Args:
         name: the name of the program, for messages.
         main: returns the exit code; None: 0.
+        quick_exit: the process ends as `QuickExit` says; False if it may go on after this call.
     """
     raise_when_loaded(name)
+    end = QuickExit() if quick_exit else None
     warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")  # Triton's default is what is wanted
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes lines of its own to standard error
     try:
-        code = main() or 0
+        code = _exit_code(main)
         sys.stdout.flush()
     except KeyboardInterrupt:
         print(f"\n{name}: interrupted", file=sys.stderr)
@@ -47,7 +51,20 @@ def run_program(name: str, main: Callable[[], int | None]) -> NoReturn:
         print(erased_line(), end="", file=sys.stderr)
         say(f"{name}: {e}", sys.stderr)
         code = 1
+    if end is not None:
+        end.code = code
     sys.exit(code)
+
+
+def _exit_code(main: Callable[[], int | None]) -> int:
+    """What `main` returns, or ends with by `sys.exit`, as typer does."""
+    try:
+        return main() or 0
+    except SystemExit as e:
+        if e.code is None or isinstance(e.code, int):
+            return e.code or 0
+        print(e.code, file=sys.stderr)
+        return 1
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -89,32 +106,73 @@ def show_warnings() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
+def announce(logger: logging.Logger, text: str) -> None:
+    """Say what takes long: as information in the log, or on standard error if the log does not take information."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", text)
+    else:
+        say(f"{erased_line()}{text}", sys.stderr)
+
+
 class StatusLine:
     """A line on standard error that is replaced in place. Nothing is shown if standard error is not a terminal."""
 
     def __init__(self) -> None:
         self._shown = False
+        self._ended: threading.Event | None = None
 
-    def show(self, text: str) -> None:
-        """Replace the line. Longer text than the terminal is wide is cut at its end."""
-        if sys.stderr.isatty():
-            self._shown = True
-            print(
-                f"{erased_line()}{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True
-            )
+    def show(self, text: str, timed: bool = False) -> None:
+        """Replace the line. Longer text than the terminal is wide is cut at its end.
+
+        Args:
+            timed: from the third second on, a thread adds the seconds since this call to the line: "loading ... 3 s".
+        """
+        self._end_thread()
+        if not sys.stderr.isatty():
+            return
+        self._shown = True
+        self._print(text)
+        if timed:
+            self._ended = threading.Event()
+            arguments = (text, time.monotonic(), self._ended)
+            threading.Thread(target=self._count, args=arguments, daemon=True, name="status line").start()
 
     def clear(self) -> None:
         """Take the line away, before something else is printed."""
+        self._end_thread()
         if self._shown:
             self._shown = False
             print(erased_line(), end="", file=sys.stderr, flush=True)
 
+    def _count(self, text: str, begun: float, ended: threading.Event) -> None:
+        wait = 3.0
+        while not ended.wait(wait):
+            with _STATUS:
+                if not ended.is_set():
+                    self._print(f"{text} {time.monotonic() - begun:.0f} s")
+            wait = 1.0
+
+    def _end_thread(self) -> None:
+        if self._ended:
+            with _STATUS:  # nothing is printed after this
+                self._ended.set()
+            self._ended = None
+
+    @staticmethod
+    def _print(text: str) -> None:
+        line = f"{erased_line()}{text[: shutil.get_terminal_size().columns - 1]}"
+        print(line, end="", file=sys.stderr, flush=True)
+
+
+_STATUS = threading.Lock()
+"""Held while a thread prints a `StatusLine`."""
+
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
-    """Show a status line while the block runs."""
+def working(text: str, timed: bool = False) -> Iterator[None]:
+    """Show a status line while the block runs; timed: with its seconds, as `StatusLine.show` does."""
     status = StatusLine()
-    status.show(text)
+    status.show(text, timed)
     try:
         yield
     finally:
@@ -123,7 +181,7 @@ def working(text: str) -> Iterator[None]:
 
 def import_torch() -> None:
     """Import PyTorch, which takes seconds on a slow disk or a busy machine, and say so meanwhile."""
-    with working("importing PyTorch ..."):
+    with working("importing PyTorch ...", timed=True):
         import torch  # noqa: F401
 
 

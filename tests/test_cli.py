@@ -214,6 +214,7 @@ def test_kernels_show_of_an_op_within_a_block(tmp_path):
     )
     done = run("kernels", "show", "doubled", "--kernel-plugin", str(tmp_path / "plugin.py"))
     assert done.stdout.count("Twice x.") == 1 and "        return 2 * x\n" in done.stdout, done.stderr
+    assert f" {tmp_path / 'plugin.py'}\n" in done.stdout  # where the user put it
 
 
 def test_kernels_verify_finds_a_wrong_kernel(tmp_path):

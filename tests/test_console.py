@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import time
 
 import pytest
 
@@ -53,6 +54,31 @@ def test_a_status_line_is_taken_away_even_if_the_work_fails(monkeypatch):
     with pytest.raises(ZeroDivisionError), console.working("importing PyTorch ..."):
         raise ZeroDivisionError
     assert shown.getvalue() == "\r\x1b[2Kimporting PyTorch ...\r\x1b[2K"
+
+
+def test_a_timed_status_line_counts_its_seconds_until_it_is_taken_away(monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    status = console.StatusLine()
+    status.show("importing PyTorch ...", timed=True)
+    begun = time.monotonic()
+    while "importing PyTorch ... 4 s" not in shown.getvalue() and time.monotonic() < begun + 30:
+        time.sleep(0.1)
+    status.clear()
+    assert re.search(r"importing PyTorch \.\.\. 3 s\r\x1b\[2Kimporting PyTorch \.\.\. 4 s", shown.getvalue())
+    after = shown.getvalue()
+    time.sleep(1.5)
+    assert shown.getvalue() == after and after.endswith("\r\x1b[2K")
+
+
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
+def test_what_takes_long_is_announced_once_and_not_as_a_warning(level, caplog, capsys):
+    logger = logging.getLogger("nanovllm.kernels.cpu.build")
+    caplog.set_level(level, logger.name)
+    console.announce(logger, "compiling the C++ kernels")
+    logged = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert logged == ([("INFO", "compiling the C++ kernels")] if level == logging.INFO else [])
+    assert capsys.readouterr().err == ("" if logged else "compiling the C++ kernels\n")
 
 
 def test_no_word_or_number_of_a_table_is_cut(width, capsys):

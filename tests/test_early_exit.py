@@ -76,3 +76,39 @@ def test_a_background_job_of_a_shell_ignores_ctrl_c_still(tmp_path):
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 7
+
+
+@pytest.mark.parametrize("cuda, end, expected", [
+    (False, "return 3", (3, "thread\nexit\n")),
+    (False, "sys.exit(4)", (4, "thread\nexit\n")),
+    (True, "return 3", (3, "thread\nexit\ndestroyed\n")),
+    (False, "raise KeyError", (1, "thread\nexit\ndestroyed\n")),
+])  # fmt: skip
+def test_a_program_ends_without_destroying_what_it_has_loaded_unless_profilers_may_wait_for_that(
+    cuda, end, expected, tmp_path
+):
+    (tmp_path / "torch.py").write_text(f"""
+class cuda:
+    is_initialized = staticmethod(lambda: {cuda})
+
+class Loaded:
+    def __del__(self):
+        print("destroyed", flush=True)
+
+loaded = Loaded()
+loaded.itself = loaded
+""")
+    program = f"""
+from nanovllm.console import run_program
+
+def main():
+    import atexit, sys, threading, time, torch
+    atexit.register(print, "exit")
+    threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+    {end}
+
+run_program("program", main)
+"""
+    process = popen(["-c", program], tmp_path)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == expected and ("KeyError" in err) == ("KeyError" in end)

@@ -3,6 +3,8 @@ same.
 """
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 from nanovllm.weights.tokenizer import load_tokenizer
@@ -20,3 +22,16 @@ def test_the_text_is_the_one_of_the_documented_figures():
 
 def test_the_text_is_long_enough(smollm2_path):
     assert len(load_tokenizer(str(smollm2_path))(TEXT.read_text(encoding="utf-8"))["input_ids"]) >= NUM_TOKENS
+
+
+def test_the_scripts_of_accuracies_have_a_help_that_measures_nothing():
+    for script in ("fp8_accuracy", "quantised_accuracy"):
+        done = subprocess.run(
+            [sys.executable, "-m", f"tests.{script}", "--help"], cwd=TEXT.parents[2], capture_output=True, text=True,
+            timeout=60,
+        )  # fmt: skip
+        assert (
+            done.returncode == 0
+            and done.stdout.startswith("usage: ")
+            and "perplexity" not in done.stdout.split("options:")[1]
+        )

@@ -79,7 +79,7 @@ class _Engine:
     def load(self) -> LLM:
         """The model, with a line that says that it is being loaded."""
         status = StatusLine()
-        status.show(f"Loading {self.model or 'the default model'} ...")
+        status.show(f"Loading {self.model or 'the default model'} ...", timed=True)
         try:
             with collector_off(gc.freeze):
                 from nanovllm import LLM
@@ -206,7 +206,11 @@ app.add_typer(lab_app, name="lab", short_help="Learn to write kernels: one funct
 app.command("device", short_help="What a GPU has, and what it sustains.")(device_command)
 
 
-def main() -> None:
-    """Run the command line, and answer what a user can mend in one line without a traceback."""
+def main(quick_exit: bool = False) -> None:
+    """Run the command line, and answer what a user can mend in one line without a traceback.
+
+    Args:
+        quick_exit: this process ends after this call (`run_program`).
+    """
     show_warnings()
-    run_program("nanovllm", app)
+    run_program("nanovllm", app, quick_exit)

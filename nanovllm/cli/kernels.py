@@ -37,9 +37,9 @@ def list_kernels(
     Providers stand in order of preference, rank 1 first. Name an op for one row
     a provider.
     """
+    where, ops, origins = common.prepare(device, kernel_plugin)
     from nanovllm.kernels.op.plugins import failures
 
-    where, ops, origins = common.prepare(device, kernel_plugin)
     rows = [row for declared in common.matching(ops, op) for row in _provider_rows(declared, where, origins)]
     rows += [
         {"op": "", "provider": name, "rank": None, "chosen": False, "reason": reason, "architectures": ""}
@@ -91,11 +91,11 @@ def why(
     json_file: common.Json = None,
 ) -> None:
     """Which provider runs an op here, and why the others do not."""
+    where, ops, origins = common.prepare(device, kernel_plugin)
     from nanovllm.kernels import KernelError
     from nanovllm.kernels.op.selection import why_selected
     from nanovllm.kernels.testing.verify import Case
 
-    where, ops, origins = common.prepare(device, kernel_plugin)
     declared = common.only(ops, op)
     rows = _provider_rows(declared, where, origins)
     call: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,7 +30,7 @@ def show(
     _, ops, _ = common.prepare("cpu", kernel_plugin)
     declared = common.only(ops, op)
     facts = {name: value for name, value in _facts(declared).items() if value}
-    providers = [{"provider": p.name, "GPUs": p.architectures, "function": _target(p)}
+    providers = [{"provider": p.name, "GPUs": p.architectures, "function": _target(p, declared)}
                  for p in declared.providers.values()]  # fmt: skip
     document = {"op": op, "doc": inspect.getdoc(declared), **facts, "providers": providers}
     write_json(json_file, document | {"reference": _source(declared)})
@@ -81,12 +82,17 @@ def _facts(declared: Op) -> dict[str, str]:
     return facts
 
 
-def _target(provider: Provider) -> str:
-    """Where a provider's function is: module:name."""
+def _target(provider: Provider, declared: Op) -> str:
+    """Where a provider's function is: module:name, or file:name if it comes from a plugin that is a file."""
     if isinstance(provider.target, str):
         return provider.target
     function: Any = inspect.unwrap(provider.target)
-    return f"{function.__module__}:{function.__qualname__}"
+    place = function.__module__
+    origin = provider.origin or declared.origin or ""
+    if origin.endswith(".py"):  # the module has a name that no user has given
+        path = Path(inspect.getsourcefile(function) or origin)
+        place = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{place}:{function.__qualname__}"
 
 
 def _folded_doc(doc: str) -> str:

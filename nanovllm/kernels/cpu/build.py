@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.console import announce
 from nanovllm.kernels.cpu import prebuilt
 from nanovllm.kernels.cpu.compilers import WANTED, lacking_instructions, unfit
 from nanovllm.kernels.cuda.build import exclusive, make_private, not_private
@@ -195,7 +196,7 @@ def _digest(content: bytes) -> bytes:
 def _build(path: Path) -> None:
     if shutil.disk_usage(path.parent).free < _SPACE:  # compilers fail in strange ways, or write half a file
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    logger.warning("compiling the C++ kernels for this processor: once, in about 10 s")
+    announce(logger, "compiling the C++ kernels for this processor, once: 10 s on two idle cores")
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         library = compile_library(Path(directory), flags())
         content = library.read_bytes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -82,27 +83,44 @@ class Kernels:
         return chosen[name][1]
 
     def __str__(self) -> str:
-        """One line an op: its name and its provider."""
-        width = max(map(len, self.providers))
-        return "\n".join(f"{name:{width}}  {provider}" for name, provider in sorted(self.providers.items()))
+        """One line a provider: its name and its ops. Of `native`, the reference, only their number."""
+        groups = self._groups()
+        width = max(map(len, groups)) + 2
+        lines = [
+            textwrap.fill(", ".join(ops), 80, initial_indent=f"{provider:{width}}", subsequent_indent=" " * width,
+                          break_long_words=False)
+            for provider, ops in groups.items() if provider != NATIVE
+        ]  # fmt: skip
+        if count := len(groups.get(NATIVE, ())):
+            other = " other" if lines else ""
+            lines.append(f"{NATIVE:{width}}{count}{other} {'op' if count == 1 else 'ops'}: PyTorch references")
+        return "\n".join([*lines, "`.providers` names the provider of every op."])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        """The same as a table, for notebooks."""
-        rows = "".join(
-            f"<tr><td>{escape(name)}</td><td>{escape(provider)}</td></tr>"
-            for name, provider in sorted(self.providers.items())
-        )
-        return f"<table><tr><th>op</th><th>provider</th></tr>{rows}</table>"
+        """The same as a table, for notebooks; the ops of `native` are listed at a click."""
+        rows = ""
+        for provider, ops in self._groups().items():
+            listed = escape(", ".join(ops))
+            if provider == NATIVE:
+                listed = f"<details><summary>{len(ops)} PyTorch references</summary>{listed}</details>"
+            rows += f"<tr><td>{escape(provider)}</td><td style='text-align: left'>{listed}</td></tr>"
+        return f"<table><tr><th>provider</th><th style='text-align: left'>ops</th></tr>{rows}</table>"
 
     def summary(self) -> str:
-        """The providers in use, most used first, for example "triton (8 ops), native (2 ops)"."""
-        counts: dict[str, int] = {}
-        for provider in self.providers.values():
-            counts[provider] = counts.get(provider, 0) + 1
-        ordered = sorted(counts.items(), key=lambda item: -item[1])
-        return ", ".join(f"{p} ({n} {'op' if n == 1 else 'ops'})" for p, n in ordered)
+        """The providers in use, `native` last, for example "cpu (decoder_step, sample), native (43 ops)"."""
+        return ", ".join(
+            f"{provider} ({', '.join(ops) if len(ops) <= 2 and provider != NATIVE else f'{len(ops)} ops'})"
+            for provider, ops in self._groups().items()
+        )
+
+    def _groups(self) -> dict[str, list[str]]:
+        """provider -> its ops, most ops first, but `native` last."""
+        groups: dict[str, list[str]] = {}
+        for op, provider in sorted(self.providers.items()):
+            groups.setdefault(provider, []).append(op)
+        return dict(sorted(groups.items(), key=lambda group: (group[0] == NATIVE, -len(group[1]), group[0])))
 
 
 def resolve_kernels(

@@ -8,6 +8,7 @@ import torch
 
 from nanovllm.kernels import KERNELS_AVAILABLE, Op, Provider, all_ops, op, unavailable_reason
 from nanovllm.kernels.op.provider import NATIVE, bind
+from nanovllm.kernels.op.selection import Kernels
 
 CPU = torch.device("cpu")
 
@@ -26,7 +27,26 @@ def test_an_op_shows_its_shapes_and_providers(capsys):
     text = capsys.readouterr().out
     assert shown in text and "added to the mean of the squares" in text
     kernels = resolve_kernels(CPU, False)
-    assert repr(kernels) == str(kernels) and "<td>rms_norm</td><td>native</td>" in kernels._repr_html_()
+    assert (
+        repr(kernels)
+        == str(kernels)
+        == (f"native  {len(kernels.providers)} ops: PyTorch references\n`.providers` names the provider of every op.")
+    )
+
+
+def test_the_kernels_of_an_engine_are_few_lines_whose_ops_are_those_with_a_custom_kernel():
+    providers = {f"op_{i:02}": "triton" for i in range(20)} | {
+        "linear": "<onednn>",
+        "softmax": NATIVE,
+        "sample": NATIVE,
+    }
+    kernels = Kernels({op: (Provider(name, double), double) for op, name in providers.items()})
+    lines = str(kernels).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[0].startswith("triton    op_00, op_01,") and lines[2].endswith("op_19")
+    assert lines[3:-1] == ["<onednn>  linear", "native    2 other ops: PyTorch references"]
+    assert kernels.summary() == "triton (20 ops), <onednn> (linear), native (2 ops)"
+    page = kernels._repr_html_()
+    assert "<td>&lt;onednn&gt;</td>" in page and "<summary>2 PyTorch references</summary>sample, softmax<" in page
 
 
 def test_a_call_with_other_arguments_names_the_op():

@@ -54,7 +54,7 @@ def test_a_named_provider_is_taken_for_its_op_alone(rms_norm):
     assert kernels.providers["silu_and_mul"] == NATIVE
     for named, taken in (([NATIVE, "fast"], NATIVE), (["elsewhere", "fast"], "fast")):
         assert resolve_kernels(CPU, True, {"rms_norm": named}).providers["rms_norm"] == taken
-    assert "fast (1 op" in kernels.summary()
+    assert "fast (rms_norm)" in kernels.summary()
 
 
 def test_a_fused_op_yields_where_one_of_its_parts_is_named(rms_norm):
