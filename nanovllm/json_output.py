@@ -17,7 +17,7 @@ def check_target(target: str | None) -> str | None:
     """`target`, if `write_json` can write there: said at once, and not after a long run.
 
     Raises:
-        ValueError: it is a folder, or a file is in the way of its folder.
+        ValueError: it is a folder, a file is in the way of its folder, or it must not be written.
     """
     if target in (None, STDOUT):
         return target
@@ -27,6 +27,10 @@ def check_target(target: str | None) -> str | None:
         raise ValueError(f"--json {target}: it is a folder, expected a file")
     if not there.is_dir():
         raise ValueError(f"--json {target}: {there} is a file, expected a folder")
+    if not os.access(path if path.exists() else there, os.W_OK):
+        raise ValueError(
+            f"--json {target}: {path if path.exists() else there} cannot be written; name another file, or -"
+        )
     return target
 
 

@@ -95,7 +95,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         **others: Any,
@@ -119,6 +119,8 @@ class LLM:
             KeyboardInterrupt: Ctrl-C was pressed. Its attribute `outputs` has what there is of each output.
         """
         _drop("generate", others)
+        if prompts is None:
+            raise TypeError("generate got no prompts: pass a string, a list of token ids, or a list of these")
         prompts = _as_list(prompts)
         params: Any = sampling_params
         one_each = isinstance(params, (list, tuple))
@@ -295,7 +297,7 @@ class LLM:
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         waiter = Waiter(requests)
         try:
-            with ProgressBar(requests, waiter) if show_progress else nullcontext() as progress:
+            with ProgressBar(requests, waiter) if show_progress and requests else nullcontext() as progress:
                 if progress is not None:
                     progress.show()
                 self.engine.queue(*requests, offline=True)

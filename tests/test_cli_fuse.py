@@ -148,7 +148,7 @@ def test_loops(tmp_path):
     data = json.loads(run("--loops", str(path), "--size", "N=64", "--json", "-").output)
     assert data["fused_levels"] == 0 and data["shift"] == [[0], [1]] and data["tile"]["tiles"] == 1
     assert "--size N: expected a name and a number" in said("--loops", str(path), "--size", "N")
-    assert "N has no value" in said("--loops", str(path))
+    assert "give its value (--size N=1024)" in said("--loops", str(path))
     assert "no such file" in said("--loops", "nowhere.py")
     for size in (0, 1):
         empty = said("--loops", str(path), "--size", f"N={size}")
@@ -193,6 +193,7 @@ def test_bad_options(module):
     assert "expected one of them" in said("--preset", "qwen3-0.6b", "--module", "a:b")
     assert "predicted for the device that it is measured on" in said("--measure", "--device", "cpu", "--gpu", "h100")
     assert "expected package.module:function or file.py:function" in said("--module", "mine")
+    assert "there is no file nowhere.py" in said("--module", "nowhere.py:make")
     assert "cannot import nowhere" in said("--module", "nowhere:make")
     assert "has no function 'other'" in said("--module", f"{module}:other")
     assert "expected (module, arguments), not int" in said("--module", f"{module}:nothing")

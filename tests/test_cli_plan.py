@@ -44,6 +44,8 @@ def test_tables_fit_the_terminal_and_cut_no_cell(columns, monkeypatch):
 
 
 def test_the_first_line_is_the_ideal_whatever_binds_a_plan():
+    tiny = run("gemm", "--m", "1", "--n", "1", "--k", "1", "--gpu", "h100")
+    assert re.search(r"\nat best \d\.\de-06 us, bound by memory", tiny)  # 6 bytes: not "0.00 us"
     assert re.search(r"ridge \d+\)\nat best 5\.4\d us, bound by arithmetic; \d+ configurations fit", run(*GEMM))
 
 

@@ -34,6 +34,15 @@ def test_a_file_or_standard_output(tmp_path, capsys):
         write_json(str(path.parent), [4])
 
 
+def test_what_cannot_be_written_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    for target in (tmp_path / "d.json", tmp_path / "new" / "d.json"):
+        with pytest.raises(
+            ValueError, match=f"^--json {target}: {tmp_path} cannot be written; name another file, or -$"
+        ):
+            check_target(str(target))
+
+
 def test_kept_files_have_filled_lines():
     value = {"gpu": "h200", "none": [], "entries": [{"key": {"rows": i}, "text": "a\n\u00e9" * 9} for i in range(4)]}
     text = compact_json(value, width=60)

@@ -71,7 +71,10 @@ class Benchmark:
                     measure_rows(self.launch, job, self._take_row, self._take)
             self._measure_rates()
         except KeyboardInterrupt:
-            print("\ninterrupted; what was measured so far follows", flush=True)
+            print(
+                f"\ninterrupted; {'what was measured stands above' if self.record.rows else 'nothing was measured'}",
+                flush=True,
+            )
             code = INTERRUPTED
         except Exception:
             if not self.record.rows:

@@ -138,7 +138,7 @@ def _summary(report: Any) -> str:
     return (
         f"{kernels} kernels become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us predicted, "
         f"{report.unfused / report.fused:.1f} times as fast.\n"
-        f"{served} of the {groups} groups are each computed by a single op of ours."
+        f"Groups that a single op of ours computes: {served} of {groups}."
     )
 
 

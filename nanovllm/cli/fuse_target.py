@@ -102,6 +102,8 @@ def _function(text: str) -> Callable[[], Any]:
         raise ValueError(f"--module {text}: expected package.module:function or file.py:function")
     try:
         if place.endswith(".py"):
+            if not Path(place).is_file():
+                raise ValueError(f"--module {text}: there is no file {place}")
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None and spec.loader is not None
             loaded = importlib.util.module_from_spec(spec)
@@ -110,7 +112,7 @@ def _function(text: str) -> Callable[[], Any]:
             if "" not in sys.path:
                 sys.path.insert(0, "")
             loaded = importlib.import_module(place)
-    except (ImportError, FileNotFoundError) as e:
+    except ImportError as e:
         raise ValueError(f"--module {text}: cannot import {place}: {e}") from e
     except Exception as e:  # raised by the file itself
         raise ValueError(f"--module {text}: cannot import {place}: {_raised(e)}") from e

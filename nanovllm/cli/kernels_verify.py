@@ -172,6 +172,8 @@ class _Table:
         error = (
             f"{worst:.2f}" if worst < 100 or math.isinf(worst) else f"{worst:.0e}".replace("+0", "").replace("+", "")
         )
+        if failures and worst <= 1:  # no case failed by its numbers
+            error = "-"
         counts = str(row["cases"]), str(row["skipped"])
         self._rows.add(row["op"], row["provider"], *counts, error, verdict, style="red" if failures else "")
         cases_of: dict[str, list[str]] = {}

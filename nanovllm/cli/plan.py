@@ -204,7 +204,7 @@ def _show(kind: str, problem: Any, planner: Callable[[Any, DeviceModel], list[Pl
     print(textwrap.fill(f"{kind} on {device.name}: {_words(problem)}", 80))
     print(
         f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes: {plans[0].flops / least_bytes:.1f} flops a byte "
-        f"(ridge {rate / device.bandwidth:.0f})\nat best {1e6 * floor:.2f} us, bound by {bound}; "
+        f"(ridge {rate / device.bandwidth:.0f})\nat best {_microseconds(floor)} us, bound by {bound}; "
         f"{len(plans)} configurations fit\npredicted, not measured:"
     )
     if least_bytes > device.memory:
@@ -220,6 +220,12 @@ def _show(kind: str, problem: Any, planner: Callable[[Any, DeviceModel], list[Pl
             "Plans within 0.5 % of each other count as equally fast. Of these, the first\n"
             "covers the latency, or else takes less of the multiprocessor."
         )
+
+
+def _microseconds(seconds: float) -> str:
+    """With two decimals, or for less than 0.1 us two digits: no time is 0."""
+    us = 1e6 * seconds
+    return f"{us:.2f}" if us >= 0.1 else f"{us:.2g}"
 
 
 def _words(problem: Any) -> str:

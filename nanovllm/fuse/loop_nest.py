@@ -234,10 +234,9 @@ class _Reader:
                 return tuple(y * c + x * d for c, d in zip(a, b)), x * y
             sign = 1 if isinstance(node.op, ast.Add) else -1
             return tuple(c + sign * d for c, d in zip(a, b)), x + sign * y
-        unknown = f", and {node.id} has no value" if isinstance(node, ast.Name) else ""
-        raise self.error(
-            node, f"`{ast.unparse(node)}` is not affine in {', '.join(self.variables) or 'sizes'}{unknown}"
-        )
+        if isinstance(node, ast.Name):
+            raise self.error(node, f"{node.id} has no value; if it is a size, give its value (--size {node.id}=1024)")
+        raise self.error(node, f"`{ast.unparse(node)}` is not affine in {', '.join(self.variables) or 'sizes'}")
 
     def error(self, node: ast.AST, what: str) -> NestError:
         return NestError(f"line {getattr(node, 'lineno', '?')}: {what}; {SUPPORTED}")

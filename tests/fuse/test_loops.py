@@ -315,7 +315,7 @@ def test_distances_are_exact_however_many_iterations_there_are():
         ("for i in range(8):\n  for j in range(i):\n    A[i, j] = 1", "the bound `i` depends on another loop's"),
         ("for i in range(8):\n  A[i * i] = 1", "`i * i` is not affine"),
         ("for i in range(8):\n  A[B[i]] = 1", "`B[i]` is not affine"),
-        ("for i in range(n):\n  A[i] = 1", "n has no value"),
+        ("for i in range(n):\n  A[i] = 1", "n has no value; if it is a size, give its value (--size n=1024)"),
         ("for i in range(8):\n  A[i] = f(i)", "`f(i)` in an expression"),
         ("for i in range(8):\n  A[i] = __import__('os')", "in an expression"),
         ("for i in range(8):\n  s = 1", "`s` is no element of an array"),

@@ -196,7 +196,7 @@ def _digest(content: bytes) -> bytes:
 def _build(path: Path) -> None:
     if shutil.disk_usage(path.parent).free < _SPACE:  # compilers fail in strange ways, or write half a file
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    announce(logger, "compiling the C++ kernels for this processor, once: 10 s on two idle cores")
+    announce(logger, "compiling the C++ kernels for this processor, once; it takes 10 s on two idle cores")
     with tempfile.TemporaryDirectory(dir=path.parent) as directory:
         library = compile_library(Path(directory), flags())
         content = library.read_bytes()
