@@ -42,7 +42,11 @@ class QuickExit:
 
     def _end(self) -> None:
         torch = sys.modules.get("torch")
-        if self.code is None or torch is None or torch.cuda.is_initialized() or "coverage" in sys.modules:
+        if self.code is None or torch is None or "coverage" in sys.modules:
+            return
+        # Neither name is there if Ctrl-C ended the import of PyTorch; then bool() stands for False.
+        cuda_in_use = getattr(getattr(torch, "cuda", None), "is_initialized", bool)
+        if cuda_in_use():
             return
         try:
             logging.shutdown()

@@ -78,6 +78,34 @@ def test_a_background_job_of_a_shell_ignores_ctrl_c_still(tmp_path):
     assert process.wait(timeout=30) == 7
 
 
+@pytest.mark.parametrize("caught", [False, True])
+def test_an_interrupt_of_a_command_is_said_once(caught):
+    program = f"""
+import os, signal, typer
+from nanovllm.console import run_program
+
+app = typer.Typer()
+
+@app.command()
+def command():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except KeyboardInterrupt:
+        if not {caught}:
+            raise
+        print("stopped early", flush=True)
+        raise typer.Exit(130)
+
+run_program("program", app)
+"""
+    process = popen(["-c", program], ROOT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (
+        (130, "stopped early\n", "") if caught else (130, "", "\nprogram: interrupted\n")
+    )
+
+
 @pytest.mark.parametrize("cuda, end, expected", [
     (False, "return 3", (3, "thread\nexit\n")),
     (False, "sys.exit(4)", (4, "thread\nexit\n")),
