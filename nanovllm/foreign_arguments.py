@@ -31,7 +31,7 @@ class ForeignArgument(NamedTuple):
         return plain and value in self.harmless
 
 
-def _table(*groups: tuple[str, Sequence[Any] | None, str]) -> dict[str, ForeignArgument]:
+def table(*groups: tuple[str, Sequence[Any] | None, str]) -> dict[str, ForeignArgument]:
     """Each group: the answer, the harmless values, and the names of the arguments."""
     return {name: ForeignArgument(answer, harmless) for answer, harmless, names in groups for name in names.split()}
 
@@ -39,7 +39,7 @@ def _table(*groups: tuple[str, Sequence[Any] | None, str]) -> dict[str, ForeignA
 _RENAMED: tuple[Any, ...] = ()
 """No value is harmless: the argument has another name here."""
 
-ENGINE_ARGUMENTS = _table(
+ENGINE_ARGUMENTS = table(
     # Choices that this engine does not leave to the user.
     ("a preempted sequence is computed again, not swapped", None, "swap_space preemption_mode"),
     ("long prompts are always split over steps", None, "enable_chunked_prefill max_num_partial_prefills"
@@ -155,7 +155,7 @@ ENGINE_ARGUMENTS = _table(
 )  # fmt: skip
 """Arguments of `vllm.LLM`, and some of transformers' `from_pretrained`."""
 
-SAMPLING_ARGUMENTS = _table(
+SAMPLING_ARGUMENTS = table(
     ("use max_tokens", _RENAMED, "max_new_tokens max_completion_tokens max_length max_output_tokens n_predict"
      " num_predict"),
     ("use min_tokens", _RENAMED, "min_new_tokens min_length"),
@@ -204,7 +204,7 @@ SAMPLING_ARGUMENTS = _table(
 )  # fmt: skip
 """Keywords of vLLM's SamplingParams, of transformers' GenerationConfig and of OpenAI's API."""
 
-STRUCTURED_OUTPUT_ARGUMENTS = _table(
+STRUCTURED_OUTPUT_ARGUMENTS = table(
     ("there is one backend, llguidance", None, "disable_fallback backend"),
     ("JSON has a space after each separator and no other white space", (None, False, True), "disable_any_whitespace"),
     ("JSON has a space after each separator and no other white space", (None,), "whitespace_pattern"),
@@ -213,7 +213,7 @@ STRUCTURED_OUTPUT_ARGUMENTS = _table(
 )
 """Keywords of vLLM's StructuredOutputsParams."""
 
-CALL_ARGUMENTS = _table(
+CALL_ARGUMENTS = table(
     ("LoRA is not supported; merge the adapter into the weights", (None,), "lora_request"),
     ("prompt adapters are not supported; put the prompt into the text", (None,), "prompt_adapter_request"),
     ("requests are served in the order of their arrival", (None, 0, []), "priority"),

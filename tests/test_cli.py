@@ -197,6 +197,7 @@ def test_kernels_show():
     assert document["mutates"] == "k_cache, v_cache" and "slot_mapping" in document["arguments"]
     assert [p["provider"] for p in document["providers"]][:2] == ["native", "triton"]
     assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
+    assert "named by --kernel-plugin my.py" in run_here("kernels", "verify", "my.py").stderr
     for name in ("qk_norm_rope_attention", "linear_packed_add_rms_norm"):
         above, _, rest = run_here("kernels", "show", name).stdout.partition("\nThe reference, ")
         below = rest[rest.index("provider     GPUs") :]

@@ -12,6 +12,7 @@ import typer
 from nanovllm.cli.bench import app as bench_app
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.device import device as device_command
+from nanovllm.cli.foreign_options import EngineCommand
 from nanovllm.cli.fuse import fuse as fuse_command
 from nanovllm.cli.kernels import app as kernels_app
 from nanovllm.cli.lab import app as lab_app
@@ -111,7 +112,7 @@ def _root(
     pass
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @takes_records
 def chat(
     engine: _Engine,
@@ -150,7 +151,7 @@ def chat(
         messages.append({"role": "assistant", "content": answer})
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @takes_records
 def generate(
     prompts: Annotated[list[str], typer.Argument(help="One or more prompts, completed together.")],
@@ -196,7 +197,9 @@ def _say_that_it_is_empty() -> None:
     )
 
 
-app.command("serve", short_help="Serve a model to clients of OpenAI's and Anthropic's APIs.")(serve_command)
+app.command("serve", cls=EngineCommand, short_help="Serve a model to clients of OpenAI's and Anthropic's APIs.")(
+    serve_command
+)
 app.add_typer(bench_app, name="bench")
 app.add_typer(kernels_app, name="kernels", short_help="The ops and their providers: list, check and time them.")
 app.add_typer(plan_app, name="plan", short_help="Predict the best tiles of a kernel on a GPU, and its time.")

@@ -82,6 +82,8 @@ def only(ops: dict[str, Op], name: str) -> Op:
     try:
         reject_unknown("", [name], ops)
     except TypeError as e:
+        if name.endswith(".py"):
+            raise ValueError(f"unknown op {name!r}; a file of kernels is named by --kernel-plugin {name}") from None
         raise ValueError(str(e).replace(" got an unknown argument", "unknown op")) from None
     return ops[name]
 

@@ -1,0 +1,105 @@
+"""Options of `vllm serve` and SGLang's server, in `nanovllm serve`, `chat` and `generate`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from typer.core import TyperCommand
+
+from nanovllm.console import say
+from nanovllm.foreign_arguments import ENGINE_ARGUMENTS, ForeignArgument, table
+
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "--tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+    "-O": "--optimization-level",
+}
+"""Short options of vLLM and SGLang."""
+
+SERVER_ARGUMENTS = table(
+    ("tool calls are found by the chat template", None, "enable_auto_tool_choice tool_call_parser tool_parser_plugin"
+     " exclude_tools_when_tool_choice_none"),
+    ("reasoning is found by the chat template", None, "enable_reasoning reasoning_parser"),
+    ("requests are not logged unless --access-log is given", None, "uvicorn_log_level disable_uvicorn_access_log"
+     " disable_access_log_for_endpoints max_log_len enable_log_outputs log_level_http"),
+    ("there are no such routes", None, "disable_fastapi_docs enable_server_load_tracking enable_offline_docs"),
+    ("usage is in every answer; a stream has it if stream_options asks for it", None, "enable_force_include_usage"
+     " enable_prompt_tokens_details enable_cache_report"),
+    ("every answer has the header X-Request-Id", None, "enable_request_id_headers"),
+    ("the chat template is the tokenizer's; edit a copy of it", (), "chat_template"),
+    ("use api_servers", (), "api_server_count"),
+    ("use cors_origin", (), "allowed_origins"),
+    ("use otlp_endpoint", (), "otlp_traces_endpoint"),
+)  # fmt: skip
+"""Arguments of vLLM's and SGLang's servers that their engines do not have."""
+
+_FLAGS = frozenset(
+    "trust_remote_code fully_sharded_loras skip_mm_profiling language_model_only worker_use_ray calculate_kv_scales"
+    " ray_workers_use_nsight interleave_mm_strings mm_encoder_only load_in_4bit load_in_8bit".split()
+)
+_ARE_FLAGS = ("enable_", "disable_", "use_")
+
+
+class EngineCommand(TyperCommand):
+    """A command that knows the options of other engines.
+
+    Those without effect here are taken, with a line on standard error. The others are errors that say why, or what
+    the option is called here.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name: p for p in self.params for name in (*p.opts, *p.secondary_opts)}
+        return super().parse_args(ctx, list(_without_foreign(args, known)))
+
+
+def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]:
+    """The arguments without the options of other engines.
+
+    Raises:
+        ValueError: an option is not supported, or has another name here.
+    """
+    rest = iter(range(len(args)))
+    for i in rest:
+        given, equals, value = args[i].partition("=")
+        given = _SHORT.get(given, given)
+        name = given.removeprefix("--").replace("-", "_")
+        off = name.startswith("no_") and name not in SERVER_ARGUMENTS
+        argument = _argument(name.removeprefix("no_") if off else name)
+        if given == "--":
+            yield from args[i:]
+            return
+        if given in known or not given.startswith("--") or argument is None:
+            yield given + equals + value
+            continue
+        flag = off or name in _FLAGS or name.startswith(_ARE_FLAGS)
+        if not equals and not flag and i + 1 < len(args) and not args[i + 1].startswith("-"):
+            value = args[next(rest)]
+        if not argument.is_harmless(_parsed(value) if value else not off):
+            raise ValueError(f"{given}: {_as_options(argument.answer, known)}")
+        say(f"{given} has no effect: {_as_options(argument.answer, known)}", sys.stderr)
+
+
+def _argument(name: str) -> ForeignArgument | None:
+    return SERVER_ARGUMENTS.get(name) or ENGINE_ARGUMENTS.get(name)
+
+
+def _parsed(value: str) -> Any:
+    """A number, a JSON value, or the text."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        return {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _as_options(answer: str, known: Mapping[str, Any]) -> str:
+    """The answer with the names of this command's options as they are typed."""
+    options = {p.name: p.opts[0] for p in known.values() if p.opts[0].startswith("--")}
+    options |= {f"{p.name}=False": p.secondary_opts[0] for p in known.values() if p.secondary_opts}
+    return re.sub(r"(?<=use )\w+(=False)?|\b\w+_\w+\b", lambda word: options.get(word[0], word[0]), answer)

@@ -1,0 +1,69 @@
+"""Options of vLLM's and SGLang's servers, given to `nanovllm serve` and to the commands that load a model."""
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from nanovllm.cli import app
+from nanovllm.cli.foreign_options import SERVER_ARGUMENTS
+
+serve = typer.main.get_command(app).commands["serve"]
+
+
+def parsed(line: str) -> dict:
+    """The options that the command gets which are not its defaults."""
+    with serve.make_context("serve", line.split()) as given, serve.make_context("serve", []) as default:
+        return {name: value for name, value in given.params.items() if value != default.params[name]}
+
+
+@pytest.mark.parametrize(
+    "line, given, said",
+    [
+        ("MODEL -tp 2", {"positional": "MODEL", "tensor_parallel_size": 2}, ""),
+        ("--tp=2 -q fp8", {"tensor_parallel_size": 2, "quantization": "fp8"}, ""),
+        ("--swap-space 4 MODEL", {"positional": "MODEL"}, "--swap-space has no effect: a preempted sequence"),
+        ("--swap-space=4 --port 1", {"port": 1}, "--swap-space has no effect"),
+        ("--disable-log-requests MODEL", {"positional": "MODEL"}, "--disable-log-requests has no effect"),
+        ("--no-enable-lora MODEL", {"positional": "MODEL"}, "--no-enable-lora has no effect: LoRA is not supported"),
+        ("--enable-auto-tool-choice --tool-call-parser hermes MODEL", {"positional": "MODEL"}, "by the chat template"),
+        ("--reasoning-parser qwen3", {}, "--reasoning-parser has no effect: reasoning is found by the chat template"),
+        ("-pp 1 --no-enforce-eager", {}, "--pipeline-parallel-size has no effect"),
+        ("-- --swap-space", {"positional": "--swap-space"}, ""),
+    ],
+)
+def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys):
+    assert parsed(line) == given
+    error = capsys.readouterr().err
+    assert said in error and bool(error) == bool(said)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("--enable-lora", "--enable-lora: LoRA is not supported; merge the adapter into the weights"),
+        ("--trust-remote-code MODEL", "--trust-remote-code: code of a checkpoint is never run"),
+        ("-pp 2", "--pipeline-parallel-size: a model is split by --tensor-parallel-size alone"),
+        ("--block-size 16", "--block-size: use --kvcache-block-size"),
+        ("--context-length=4096", "--context-length: use --max-model-len"),
+        ("--disable-radix-cache", "--disable-radix-cache: use --no-enable-prefix-caching"),
+        ("--api-server-count 2", "--api-server-count: use --api-servers"),
+        ("--model-path X", "--model-path: use --model"),
+        ("--speculative-config {}1", "--speculative-config: speculative decoding is not supported"),
+    ],
+)
+def test_options_that_are_not_supported_say_why(line, said):
+    with pytest.raises(ValueError) as error:
+        parsed(line)
+    assert str(error.value).startswith(said)
+
+
+def test_other_unknown_options_name_the_nearest():
+    result = CliRunner().invoke(app, ["serve", "--max-num-seq", "3"])
+    assert result.exit_code == 2 and "--max-num-seqs" in result.output
+    assert not set(SERVER_ARGUMENTS) & {p.name for p in serve.params}
+
+
+def test_generate_and_chat_know_them_too():
+    for command in (["generate", "hi"], ["chat"]):
+        result = CliRunner().invoke(app, [*command, "--enable-lora"])
+        assert str(result.exception) == "--enable-lora: LoRA is not supported; merge the adapter into the weights"
