@@ -96,7 +96,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _parse(pattern: str) -> tuple[str | None, list[str]]:
     found = re.fullmatch(r"(\w*)\[(.*)\]", pattern.strip())
-    assert found, f"not a pattern: {pattern!r}"
+    if found is None:
+        raise ValueError(f"arguments: {pattern!r} is no pattern; expected such as '[..., size]' or 'int32[rows, 2*n]'")
     return found[1] or None, [d.strip() for d in found[2].split(",") if d.strip()]
 
 

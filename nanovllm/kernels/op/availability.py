@@ -46,5 +46,5 @@ def refused_by_interpreter(*args: Any, **kwargs: Any) -> str | None:
 def unavailable_reason() -> str | None:
     """Why this machine's first GPU cannot run the custom kernels, and what to do; None if it can."""
     if not torch.cuda.is_available():
-        return "no CUDA device: every op runs its PyTorch reference"
+        return "no CUDA device: kernels for GPUs do not run"
     return triton_support(torch.device("cuda", torch.cuda.current_device()))

@@ -115,11 +115,14 @@ class OpDeclaration:
         Raises:
             ValueError: the op has a provider of that name, the function does not take the op's parameters, or an
                 argument is not what `Provider` takes.
+            TypeError: an argument has another name.
         """
         if callable(name):  # the decorator without parentheses
             raise ValueError(
                 f"op {self.name!r}: a provider needs a name: @{self.name}.provider('mine') above its function"
             )
+
+        reject_unknown(f"provider {name!r}", capabilities, [f.name for f in dataclasses.fields(Provider)[2:]])
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             wanted, taken = (list(inspect.signature(f).parameters.values()) for f in (self.native, fn))

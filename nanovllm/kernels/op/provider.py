@@ -94,7 +94,7 @@ class Provider:
         planned: (a call's arguments) -> a function without parameters that runs the call with the host's planning done.
 
     Raises:
-        ValueError: the name or the architectures have another form.
+        ValueError: the name, the architectures, `support` or `accepts` have another form.
     """
 
     name: str
@@ -115,6 +115,12 @@ class Provider:
         name, known = self.name, r"any|sm_\d+[af]?\+?(, ?sm_\d+[af]?\+?)*"
         if not isinstance(name, str) or not name or name != name.strip() or set(name) & set(";=,*"):
             raise ValueError(f"provider {name!r}: expected a name without ';', '=', ',', '*' and spaces around it")
+        for parameter, takes in (("support", "the device"), ("accepts", "the arguments of a call")):
+            if (given := getattr(self, parameter)) is not None and not callable(given):
+                raise ValueError(
+                    f"provider {name!r}: {parameter}={given!r:.80}: expected a function of {takes} that returns None or"
+                    " the reason why not"
+                )
         if not isinstance(self.architectures, str) or not re.fullmatch(known, self.architectures):
             raise ValueError(
                 f"provider {name!r}: architectures={self.architectures!r}: expected 'any' or such as 'sm_80+' or "

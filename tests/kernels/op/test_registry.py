@@ -110,6 +110,30 @@ def test_architectures_that_say_nothing_are_refused(architectures):
         Op(double).provider("it", architectures=known)(double)
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"archs": "sm_80+"}, "provider 'x' got an unknown argument 'archs'; known are support, accepts,"),
+        ({"acepts": bool}, "provider 'x' got an unknown argument 'acepts'; did you mean 'accepts'?"),
+        ({"support": 3}, "provider 'x': support=3: expected a function of the device that returns None or the reason"),
+        (
+            {"accepts": "all"},
+            "provider 'x': accepts='all': expected a function of the arguments of a call that returns",
+        ),
+    ],
+)
+def test_arguments_of_a_provider_that_mean_nothing_are_refused(arguments, said):
+    declared = Op(double)
+    with pytest.raises((TypeError, ValueError)) as error:
+        declared.provider("x", **arguments)(double)
+    assert str(error.value).startswith(said) and "x" not in declared.providers
+
+
+def test_a_pattern_that_is_none_is_refused_when_the_op_is_declared():
+    with pytest.raises(ValueError, match=r"^arguments: '\[n' is no pattern; expected such as '\[..., size\]'"):
+        Op(double, arguments={"x": "[n"})
+
+
 def test_all_ops_are_declared_documented_and_read_only():
     ops = all_ops()
     assert set(ops) >= {
