@@ -119,8 +119,6 @@ class LLM:
             KeyboardInterrupt: Ctrl-C was pressed. Its attribute `outputs` has what there is of each output.
         """
         _drop("generate", others)
-        if prompts is None:
-            raise TypeError("generate got no prompts: pass a string, a list of token ids, or a list of these")
         prompts = _as_list(prompts)
         params: Any = sampling_params
         one_each = isinstance(params, (list, tuple))

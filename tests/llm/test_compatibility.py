@@ -201,7 +201,7 @@ def test_what_is_not_supported_is_refused_by_its_own_name(directory, arguments, 
 def test_arguments_of_calls(llm):
     with pytest.raises(TypeError, match="^generate got prompt_token_ids=.*: pass a list of token ids"):
         llm.generate(prompt_token_ids=[[1, 2]])
-    with pytest.raises(TypeError, match="^generate got no prompts: pass a string"):
+    with pytest.raises(TypeError, match="^prompts=None: must be a prompt or a list of prompts"):
         llm.generate(sampling_params=GREEDY)
     (out,) = llm.generate("x", GREEDY, use_tqdm=False, lora_request=None, priority=[])
     (again,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, chat_template_content_format="string")

@@ -44,7 +44,12 @@ def test_directories_and_presets(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     "model, error, words, arguments",
     [
-        ("qwen3-0.6b", ValueError, ["is a preset", "'Qwen/Qwen3-0.6B'", 'in Python, load_format="dummy"'], {}),
+        (
+            "qwen3-0.6b",
+            ValueError,
+            ["is a preset", "'Qwen/Qwen3-0.6B'", 'load_format="dummy"', "--load-format dummy"],
+            {},
+        ),
         ("qwen3-0.7b", ValueError, ["no preset 'qwen3-0.7b'", "did you mean 'qwen3-"], dict(load_format="dummy")),
         ("{}", FileNotFoundError, ["holds no config.json", "pass a Hugging Face model directory"], {}),
         ("{}/none.gguf", FileNotFoundError, ["none.gguf", "no such file"], {}),
