@@ -113,7 +113,8 @@ def announce(logger: logging.Logger, text: str) -> None:
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", text)
     else:
-        say(f"{erased_line()}{text}", sys.stderr)
+        print(erased_line(), end="", file=sys.stderr)
+        say(text, sys.stderr)
 
 
 class StatusLine:

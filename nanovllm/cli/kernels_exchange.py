@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from nanovllm.cli import kernels_common as common
+from nanovllm.console import import_torch
 
 if TYPE_CHECKING:
     from nanovllm.adapters.flashinfer_bench.importing import Found
@@ -33,9 +34,9 @@ def export_op(
     varies. The Solution of `native` is self-contained. The others call this package, which has to be installed where
     they run.
     """
+    _, ops, _ = common.prepare("cpu", kernel_plugin)
     from nanovllm.adapters.flashinfer_bench import export_op as write
 
-    _, ops, _ = common.prepare("cpu", kernel_plugin)
     declared = common.only(ops, op)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out}: it is a file, expected a directory")
@@ -67,6 +68,7 @@ def import_solutions(
     processes of their own, with a time limit. It is not confined: import only code that you would run. Fails if a
     Solution is wrong.
     """
+    import_torch()
     from nanovllm.adapters.flashinfer_bench import find, write_plugin
 
     if save is not None and save.suffix != ".py":

@@ -190,6 +190,7 @@ def _show(kind: str, problem: Any, planner: Callable[[Any, DeviceModel], list[Pl
     from nanovllm.plan.report import compiled, document, table_rows
 
     device = _device(shown.gpu)
+    import_torch()  # as the kernels whose plans are made do
     plans, least_bytes = planner(problem, device), problem.least_bytes
     rate = device.vector_flops if kind in ("elementwise", "reduction") else device.rate(problem.dtype)
     floor = max(plans[0].flops / rate, least_bytes / device.bandwidth)  # all arithmetic, or every byte moved once

@@ -17,6 +17,7 @@ from nanovllm.cli.serve_options import (
     RayOptions,
     ReportOptions,
 )
+from nanovllm.console import working
 
 if TYPE_CHECKING:
     from socket import socket
@@ -95,12 +96,13 @@ def _run(
         sock, *others = listener.open_several(count)  # before the model is loaded, which takes longer
         client: Any
         siblings = None
-        if process.in_process:
-            from nanovllm.frontend.engine_client import ThreadClient
+        with working(f"Loading {options.model_names[0]} ...", timed=True):
+            if process.in_process:
+                from nanovllm.frontend.engine_client import ThreadClient
 
-            client = ThreadClient(config)
-        else:
-            client = ProcessClient(config, always, level, shared=count > 1)
+                client = ThreadClient(config)
+            else:
+                client = ProcessClient(config, always, level, shared=count > 1)
         engine = AsyncLLM(client=client)
         if others:
             given = ApiProcessConfig(
