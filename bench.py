@@ -93,7 +93,7 @@ def _add_engine(group: Any) -> None:
     group.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
     group.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
     group.add_argument(
-        "--cpu-activations", choices=("float32", "int8"),
+        "--cpu-activations", choices=("float32", "int8", "bfloat16"),
         help="type of the activations that quantised weights are multiplied with, on a CPU",
     )  # fmt: skip
     group.add_argument("--compare", action="store_true", help="measure with and without custom kernels")

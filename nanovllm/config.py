@@ -75,7 +75,8 @@ class EngineConfig:
     (docs/attention.md). A float32 rounding of a key can become an fp8 step, so log-probabilities depend on the batch
     even with float32 weights: by up to 0.006 in trials with random tiny models on a CPU."""
     cpu_activations: str = "float32"
-    """On a CPU, what quantised weights are multiplied with. "int8" is faster and less exact (docs/cpu.md)."""
+    """On a CPU, what weights are multiplied with. "int8", for quantised weights, and "bfloat16", for bfloat16 ones, are
+    faster and less exact (docs/cpu.md)."""
     num_kvcache_blocks: int | None = None
     """Fixes the KV cache's size in blocks. None: what memory is left after a profiled forward pass."""
     enable_prefix_caching: bool = True
@@ -185,7 +186,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         _or_none(_one_of("fp8", "int8")[0]), "must be fp8 or int8, or None for what the checkpoint has",
     ),
     "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
-    "cpu_activations": _one_of("float32", "int8"),
+    "cpu_activations": _one_of("float32", "int8", "bfloat16"),
     "device": (lambda value: isinstance(value, str), "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),
     "activation_quantization": _SWITCH,
     "skip_tokenizer_init": _SWITCH,

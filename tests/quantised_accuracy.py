@@ -3,7 +3,8 @@ minutes).
 
 The text is the one of `tests.fp8_accuracy`, and so are the measures. The reference are the weights of the model's
 published Q4_1 file in float32; they are quantised as `LLM(quantization=...)` does. The last rows are of the file's own
-blocks, op by op and by the C++ kernels, these with either of `LLM(cpu_activations=...)`.
+blocks, op by op and by the C++ kernels, these with float32 and int8 activations, and of the weights rounded to
+bfloat16, with float32 and bfloat16 activations.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from safetensors.torch import save_file
 from nanovllm.config import EngineConfig
 from nanovllm.kernels import resolve_kernels
 from nanovllm.kernels.cpu.build import cpu_support
-from nanovllm.kernels.cpu.library import PARTS
+from nanovllm.kernels.cpu.library import can_round
 from nanovllm.weights import gguf
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.demo_model import demo_model_path
@@ -31,9 +32,9 @@ from tests.fp8_accuracy import NUM_TOKENS, TEXT, logits_of
 FORMS = ("fp8", "int8", "int4")
 
 
-def expand(path: Path, directory: Path) -> Path:
-    """A GGUF file's weights in float32, as a checkpoint of safetensors."""
-    save_file({name: t.float().contiguous() for name, t in gguf.iter_tensors(path)}, directory / "model.safetensors")
+def expand(path: Path, directory: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A GGUF file's weights in a dtype, as a checkpoint of safetensors."""
+    save_file({name: t.to(dtype).contiguous() for name, t in gguf.iter_tensors(path)}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(gguf.read_config(path)))
     return directory
 
@@ -67,7 +68,11 @@ def measure(path: Path, text: str, num_tokens: int) -> dict[str, tuple[float, fl
         found = {"float32": logits(floats, tokens)} | {form: logits(floats, tokens, form) for form in FORMS}
     found["Q4_1 blocks"] = logits(path, tokens, keep_packed=True)
     if cpu_support(torch.device("cpu")) is None:
-        found |= {f"Q4_1, C++, {of} activations": logits(path, tokens, activations=of) for of in PARTS}
+        found |= {f"Q4_1, C++, {of} activations": logits(path, tokens, activations=of) for of in ("float32", "int8")}
+        with tempfile.TemporaryDirectory() as folder:
+            halves = expand(path, Path(folder), torch.bfloat16)
+            for of in ("float32", "bfloat16")[: 1 + can_round()]:
+                found[f"bfloat16, C++, {of} activations"] = logits(halves, tokens, activations=of)
     exact = found["float32"]
     spread = (exact - exact.mean(-1, keepdim=True)).norm()
     return {

@@ -120,7 +120,8 @@ def settings(run: Record, row: Row) -> str:
     given["no AVX-512"] = "AVX2" in flags and not any(flag.startswith("AVX512") for flag in flags)
     if row.engine == "nanovllm":
         given["compiled for"] = row.about.get("compiled_for")
-        given["activations"] = run.arguments.get("cpu_activations") == "int8" and "int8"
+        activations = run.arguments.get("cpu_activations")
+        given["activations"] = activations != "float32" and activations
         choices = (run.arguments.get("kernels") or "").split(";")
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))
         for name in ("activation_quantization", "capture_prefill"):  # on if they can be

@@ -50,7 +50,7 @@ def load_model(
 
     Args:
         packed: keep the weights in the form that the op `decoder_step` reads, on a CPU; quantised ones as they are,
-            to be multiplied with these activations ("float32" or "int8"). None: for separate ops.
+            to be multiplied with these activations ("float32", "int8" or "bfloat16"). None: for separate ops.
         keep_packed: for separate ops, whether quantised weights stay packed; if not they are expanded to `dtype`.
             None: on a GPU.
 

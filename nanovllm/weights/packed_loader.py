@@ -55,7 +55,7 @@ def load_packed(
         dtype: plain matrices are stored in it, or in 16 bits if the file has these and it is float32.
         places: the places of the checkpoint's tensors, from `find_places`.
         planes: the planes of quantised matrices.
-        activations: what quantised matrices are multiplied with, as in `PackedMatrix`.
+        activations: what matrices are multiplied with, as in `PackedMatrix`.
 
     Raises:
         WeightError: a weight is not finite, or a stored LM head differs from the embedding that it is tied to.
@@ -170,12 +170,13 @@ def _packed(
         matrix = tensor
     elif tensor.dtype != torch.uint8:
         # Products are of float32 anyway: 16 bits that the file has need not become 32.
-        matrix = PackedMatrix.of(tensor if dtype == torch.float32 and tensor.dtype in PLAIN else tensor.to(dtype))
+        stored = tensor if dtype == torch.float32 and tensor.dtype in PLAIN else tensor.to(dtype)
+        matrix = PackedMatrix.of(stored, activations)
     elif format in GGUF_FORMATS:
         block, size = gguf.block_size(format)
         matrix = PackedMatrix(format, tensor, tensor.shape[1] // size * block, activations)
     else:
-        matrix = PackedMatrix.of(gguf.dequantized(tensor, format).to(dtype))
+        matrix = PackedMatrix.of(gguf.dequantized(tensor, format).to(dtype), activations)
     if not matrix.is_finite():
         raise WeightError(
             f"tensor {name!r} holds NaN or infinity, as {matrix.format}; the checkpoint is damaged: download it again"

@@ -6,7 +6,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from nanovllm.kernels.cpu.build import cpu_support
-from nanovllm.kernels.cpu.library import GGUF_FORMATS
+from nanovllm.kernels.cpu.library import GGUF_FORMATS, can_round
 from tests import tiny
 from tests.weights.gguf_files import VOCAB, quantised
 from tests.weights.quantised_files import FORMATS, write
@@ -84,3 +84,20 @@ def test_checkpoints_of_16_bits(tmp_path, monkeypatch, dtype):
     reference = tiny.model().to(dtype)
     reference.save_pretrained(tmp_path)
     check(tmp_path, reference.float(), 199, monkeypatch)
+
+
+@pytest.mark.skipif(not can_round(), reason="the C++ kernels have no products of bfloat16 activations here")
+def test_bfloat16_activations_change_a_prompts_logits_a_little(tmp_path, monkeypatch):
+    tiny.model().to(torch.bfloat16).save_pretrained(tmp_path)
+    asked, params = prompts(199)[2:], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    options = dict(device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=112)
+    found = []
+    for activations, threads in (("float32", 1), ("bfloat16", 1), ("bfloat16", 3)):
+        monkeypatch.setenv("NANOVLLM_CPU_THREADS", str(threads))
+        llm = LLM(str(tmp_path), cpu_activations=activations, **options)
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        found.append(
+            torch.tensor([p[t].logprob for o in outputs for t, p in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])])
+        )
+    exact, one, several = found
+    assert 1e-6 < (one - exact).abs().max() < 0.05 and torch.equal(one, several)

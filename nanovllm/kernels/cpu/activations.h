@@ -15,6 +15,12 @@ namespace nanovllm {
 
 constexpr int EXACT_PARTS = 3;
 constexpr int AMX_TOKENS = 32;  // from which on AMX is faster: weights take a while to become what it reads
+constexpr int ROUNDED_TOKENS = 5;  // from which on bfloat16 weights that round are multiplied with pairs of activations
+#if defined(__AVX512BF16__)
+constexpr bool CAN_ROUND = true;  // the processor multiplies pairs of bfloat16
+#else
+constexpr bool CAN_ROUND = false;
+#endif
 
 // 32 activations of a token as integers of P parts: x = step * (parts[0] + 256 parts[1] + 65536 parts[2]).
 template <int P>
@@ -37,6 +43,7 @@ struct Tokens {
     const void* integers;   // Integers<P> [count][groups], if quantised weights are multiplied without AMX
     const Split* splits;    // [ceil(count / 16)][EXACT_PARTS][groups], parts add up to the floats; null: not by AMX
     const Floats* sums;     // [ceil(count / 16)][groups] of 16 tokens, of each one's 32 activations; if by AMX
+    const uint32_t* pairs;  // [count][stride / 2] of bfloat16, the earlier column in the lower half; or null
 
     int64_t groups() const { return stride / GROUP; }
     template <int P>
@@ -48,8 +55,8 @@ struct Tokens {
 // Rows of activations. Fill a row, then `finish` it.
 class Activations {
    public:
-    // parts: of the integers that quantised weights are multiplied with; 0: there are none.
-    Activations(int64_t count, int64_t width, int parts)
+    // parts: of the integers that quantised weights are multiplied with; 0: there are none. rounds: whether a weight does.
+    Activations(int64_t count, int64_t width, int parts, bool rounds = false)
         : width_(width), stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
         const size_t groups = stride_ / GROUP;
         for (int64_t i = 0; i < count; i++) std::fill(row(i) + width, row(i) + stride_, 0.0f);
@@ -65,6 +72,7 @@ class Activations {
         } else if (parts == EXACT_PARTS) {
             make_integers(exact_, count);
         }
+        if (CAN_ROUND && rounds && splits_.empty() && count >= ROUNDED_TOKENS) pairs_.resize((size_t)count * stride_ / 2);
     }
 
     float* row(int64_t i) { return values_.data() + i * stride_; }
@@ -78,11 +86,12 @@ class Activations {
             if (!one_.empty()) to_integers(row(i) + g * GROUP, one_[at]);
             if (!exact_.empty()) to_integers(row(i) + g * GROUP, exact_[at]);
         }
+        if (!pairs_.empty()) to_pairs(i);
     }
 
     Tokens tokens(int64_t count) const {
         return {count, stride_, values_.data(), parts_ == 1 ? (const void*)one_.data() : exact_.data(),
-                splits_.empty() ? nullptr : splits_.data(), sums_.data()};
+                splits_.empty() ? nullptr : splits_.data(), sums_.data(), pairs_.empty() ? nullptr : pairs_.data()};
     }
 
    private:
@@ -117,6 +126,16 @@ class Activations {
         to.sum = to.step * (float)total;
     }
 
+    // Rounds to the nearest, ties to even.
+    void to_pairs(int64_t i) {
+#if defined(__AVX512BF16__)
+        for (int64_t k = 0; k < stride_; k += 2 * LANES) {
+            const __m512 low = _mm512_loadu_ps(row(i) + k), high = _mm512_loadu_ps(row(i) + k + LANES);
+            store(pairs_.data() + (i * stride_ + k) / 2, (Ints)_mm512_cvtne2ps_pbh(high, low));
+        }
+#endif
+    }
+
     // Group g of a token as three bfloat16, of 8 bits each.
     void split(int64_t token, int64_t g) {
 #if defined(NANOVLLM_AMX)
@@ -142,6 +161,7 @@ class Activations {
     Buffer<Integers<EXACT_PARTS>> exact_;
     Buffer<Split> splits_;
     Buffer<Floats> sums_;
+    Buffer<uint32_t> pairs_;
 };
 
 }  // namespace nanovllm

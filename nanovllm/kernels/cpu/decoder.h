@@ -19,7 +19,8 @@ struct Layer {
 struct Model {
     int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate;
     float eps;
-    int32_t parts;  // of every quantised weight; 0: all are plain
+    int32_t parts;   // of every quantised weight; 0: all are plain
+    int32_t rounds;  // 1: some weight's is
     const Layer* layers;
     const float* final_norm;
     const float* cos_sin;  // [positions][head_dim]: cosines, then sines
@@ -125,7 +126,7 @@ class Step {
     void set_count(int64_t count) {
         count_ = count;
         for (auto [to, width] : {std::pair{&normed_, model_.hidden}, {&attended_, q_size_}, {&inner_, model_.intermediate}})
-            *to = std::make_unique<Activations>(count, width, model_.parts);
+            *to = std::make_unique<Activations>(count, width, model_.parts, model_.rounds);
         up_.resize((size_t)count * model_.intermediate);
     }
 

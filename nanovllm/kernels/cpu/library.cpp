@@ -142,7 +142,7 @@ void nanovllm_rows(Threads* threads, const Weight* w, const int64_t* ids, int64_
 // out [count][rows] = x [count][columns] times the weight's transpose. 0 or NO_MEMORY.
 int32_t nanovllm_product(Threads* threads, const Weight* w, const float* x, int64_t count, float* out) {
     return status_of([&] {
-        Activations activations(count, w->columns, w->parts);
+        Activations activations(count, w->columns, w->parts, w->rounds);
         each_token(*threads, count, [&](int64_t t) {
             std::memcpy(activations.row(t), x + t * w->columns, w->columns * sizeof(float));
             activations.finish(t);
@@ -150,6 +150,9 @@ int32_t nanovllm_product(Threads* threads, const Weight* w, const float* x, int6
         products(*threads, {{*w, {out, w->rows, w->rows, nullptr, false}}}, activations.tokens(count));
     });
 }
+
+// Whether weights may round activations: 1 or 0.
+int32_t nanovllm_can_round() { return CAN_ROUND; }
 
 // 0 or NO_MEMORY.
 int32_t nanovllm_decoder_step(Threads* threads, const Model* model, int64_t num_layers, const Batch* batch,

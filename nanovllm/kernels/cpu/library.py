@@ -29,12 +29,18 @@ PLAIN = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 _FLOATS = ("F32", "BF16", "F16", "E4M3")
 
-PARTS = {"float32": 3, "int8": 1}
-"""What quantised weights are multiplied with -> 8-bit parts of each activation; 24 bits are as exact as float32."""
+PARTS = {"float32": 3, "int8": 1, "bfloat16": 3}
+"""Activations -> 8-bit parts of each that quantised weights are multiplied with; 24 bits are as exact as float32.
+
+With "bfloat16", bfloat16 weights are multiplied with rounded activations, and quantised ones as with "float32".
+"""
 
 
 class _Weight(Structure):
-    _fields_ = [("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("format", c_int32), ("parts", c_int32)]
+    _fields_ = [
+        ("data", c_void_p), ("rows", c_int64), ("columns", c_int64), ("format", c_int32), ("parts", c_int32),
+        ("rounds", c_int32),
+    ]  # fmt: skip
 
 
 _NO_MEMORY = -2
@@ -69,6 +75,7 @@ class _Model(Structure):
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         ("eps", c_float),
         ("parts", c_int32),
+        ("rounds", c_int32),
         ("layers", POINTER(_Layer)),
         ("final_norm", c_void_p),
         ("cos_sin", c_void_p),
@@ -122,6 +129,11 @@ def threads() -> int:
     return _threads(os.getpid(), os.environb.get(b"NANOVLLM_CPU_THREADS"))  # os.environ decodes, at every call
 
 
+def can_round() -> bool:
+    """Whether the library multiplies bfloat16 weights with activations that are rounded to bfloat16."""
+    return bool(_library().nanovllm_can_round())
+
+
 class PackedMatrix:
     """A weight [rows, columns] in the kernels' tiles: as large as in its file, and read by no one else.
 
@@ -130,7 +142,10 @@ class PackedMatrix:
         blocks: the rows as the file has them, or as `formats.h` describes them: uint8 [rows, bytes of a row], or a
             plain tensor [rows, columns].
         columns: needed for uint8 blocks.
-        activations: what quantised weights are multiplied with: a key of `PARTS`. Plain ones take float32.
+        activations: what weights are multiplied with: a key of `PARTS`. Plain ones take float32, or bfloat16.
+
+    Raises:
+        ValueError: the processor, or the library, has no products of the activations.
     """
 
     def __init__(self, format: str, blocks: torch.Tensor, columns: int, activations: str = "float32") -> None:
@@ -141,13 +156,19 @@ class PackedMatrix:
         self.tiles = weight_memory().take(lib.nanovllm_packed_bytes(index, self.rows, columns))
         lib.nanovllm_pack(threads(), index, self.rows, columns, blocks.data_ptr(), self.tiles.data_ptr())
         self.struct = _Weight(
-            self.tiles.data_ptr(), self.rows, columns, index, 0 if format in _FLOATS else PARTS[activations]
+            self.tiles.data_ptr(), self.rows, columns, index, 0 if format in _FLOATS else PARTS[activations],
+            format == "BF16" and activations == "bfloat16",
         )  # fmt: skip
+        if self.struct.rounds and not can_round():
+            raise ValueError(
+                "cpu_activations='bfloat16': the C++ kernels were not compiled for AVX512_BF16, which multiplies"
+                " bfloat16 activations; use 'float32', or a processor that has it, with a C++ compiler"
+            )
 
     @classmethod
-    def of(cls, weight: torch.Tensor) -> PackedMatrix:
+    def of(cls, weight: torch.Tensor, activations: str = "float32") -> PackedMatrix:
         """A float32, bfloat16 or float16 tensor [rows, columns], packed."""
-        return cls(PLAIN[weight.dtype], weight, weight.shape[1])
+        return cls(PLAIN[weight.dtype], weight, weight.shape[1], activations)
 
     @classmethod
     def of_int4(
@@ -209,7 +230,9 @@ class _Structures:
         first, dim = weights.layers[0], weights.head_dim
         self.model = _Model(
             len(weights.layers), first.q.columns, first.q.rows // dim, first.k.rows // dim, dim, first.up.rows,
-            weights.eps, max(parts, default=0), self.layers, _float32(weights.final_norm).data_ptr(),
+            weights.eps, max(parts, default=0),
+            any(getattr(layer, name).struct.rounds for layer in weights.layers for name in _MATRICES), self.layers,
+            _float32(weights.final_norm).data_ptr(),
             _float32(weights.cos_sin_cache).data_ptr(),
         )  # fmt: skip
         self._caches: tuple[torch.Tensor, ...] = ()

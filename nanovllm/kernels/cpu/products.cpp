@@ -93,7 +93,10 @@ constexpr int PANEL_TOKENS = 6, PANEL_TILES = 1;
 constexpr int PANEL_TOKENS = 2, PANEL_TILES = 2;
 #endif
 constexpr int PANEL_ROWS = PANEL_TILES * TILE;
-constexpr int PANEL_GROUPS = 16 / PANEL_TILES;  // of 32 columns: a panel takes 32 KiB
+constexpr int PANEL_GROUPS = 16 / PANEL_TILES;  // of 32 columns: a panel of floats takes 32 KiB
+// An element of a panel: a float, or a pair of bfloat16, which are two columns.
+template <typename Element>
+constexpr int COLUMNS_OF = std::is_same_v<Element, float> ? 1 : 2;
 
 // R tiles for M tokens, at most FEW.
 template <typename T, int R, int M>
@@ -142,52 +145,77 @@ inline void few_tokens(const Weight& w, int64_t begin, int64_t end, const Tokens
     if (count == 3) few_tiles<T, 3>(w, begin, end, x, token, out);
 }
 
-// A panel [columns][PANEL_ROWS] times COUNT tokens, added to sums [token][PANEL_ROWS]. A function of its own, for which GCC
+// to += weights times the float or pair at x.
+inline void add_element(Register& to, const Register& weights, const float* x) { to += weights * *x; }
+inline void add_element(Register& to, const Register& weights, const uint32_t* x) {
+#if defined(__AVX512BF16__)
+    to = (Register)_mm512_dpbf16_ps((__m512)to, (__m512bh)weights, (__m512bh)_mm512_set1_epi32((int)*x));
+#endif
+}
+
+// A panel [size][PANEL_ROWS] times COUNT tokens, added to sums [token][PANEL_ROWS]. A function of its own, for which GCC
 // keeps all in registers.
-template <int COUNT>
-__attribute__((noinline)) void panel_times(const float* panel, int64_t columns, const float* x, int64_t stride, float* sums) {
+template <int COUNT, typename Element>
+__attribute__((noinline)) void panel_times(const Element* panel, int64_t size, const Element* x, int64_t stride, float* sums) {
     constexpr int LENGTH = sizeof(Register) / sizeof(float), WIDTH = PANEL_ROWS / LENGTH;
     Register acc[COUNT][WIDTH];
     for (int m = 0; m < COUNT; m++)
         for (int i = 0; i < WIDTH; i++) acc[m][i] = load<Register>(sums + m * PANEL_ROWS + i * LENGTH);
-    for (int64_t k = 0; k < columns; k++) {
+    for (int64_t k = 0; k < size; k++) {
         Register weights[WIDTH];
         for (int i = 0; i < WIDTH; i++) weights[i] = load<Register>(panel + k * PANEL_ROWS + i * LENGTH);
         for (int m = 0; m < COUNT; m++)
-            for (int i = 0; i < WIDTH; i++) acc[m][i] += weights[i] * x[m * stride + k];
+            for (int i = 0; i < WIDTH; i++) add_element(acc[m][i], weights[i], x + m * stride + k);
     }
     for (int m = 0; m < COUNT; m++)
         for (int i = 0; i < WIDTH; i++) store(sums + m * PANEL_ROWS + i * LENGTH, acc[m][i]);
 }
 
 // The same for 1 to COUNT tokens.
-template <int COUNT>
-inline void panel_times(int64_t count, const float* panel, int64_t columns, const float* x, int64_t stride, float* sums) {
-    if (count == COUNT) return panel_times<COUNT>(panel, columns, x, stride, sums);
-    if constexpr (COUNT > 1) panel_times<COUNT - 1>(count, panel, columns, x, stride, sums);
+template <int COUNT, typename Element>
+inline void panel_times(int64_t count, const Element* panel, int64_t size, const Element* x, int64_t stride, float* sums) {
+    if (count == COUNT) return panel_times<COUNT>(panel, size, x, stride, sums);
+    if constexpr (COUNT > 1) panel_times<COUNT - 1>(count, panel, size, x, stride, sums);
 }
 
-inline float* panel_memory() {
-    alignas(64) thread_local float panel[PANEL_GROUPS * GROUP * PANEL_ROWS];
+template <typename Element>
+inline Element* panel_memory() {
+    alignas(64) thread_local Element panel[PANEL_GROUPS * GROUP * PANEL_ROWS];
     return panel;
 }
 
-// `tiles` tiles, at most PANEL_TILES, for any number of tokens.
+// Group j of the super-block at `block`, a tile, as elements of a panel. Of pairs its weights are bfloat16.
 template <typename T>
-inline void many(const Weight& w, int64_t first, int tiles, const Tokens& x, const Output& out) {
+inline void to_panel(const uint8_t* block, int j, float* panel) {
+    for (int i = 0; i < GROUP; i++) store(panel + i * PANEL_ROWS, T::column(block, j, i));
+}
+template <typename T>
+inline void to_panel(const uint8_t* block, int, uint32_t* panel) {
+#if defined(__AVX512BF16__)
+    const __m512i turns = _mm512_add_epi32(_mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(  // 0, 16, 1, 17, ...
+        _mm512_set1_epi32(0x10001), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));
+    for (int i = 0; i < GROUP / 2; i++)  // two columns of 16 rows
+        store(panel + i * PANEL_ROWS, (Ints)_mm512_permutexvar_epi16(turns, _mm512_loadu_si512(block + i * sizeof(Ints))));
+#endif
+}
+
+// `tiles` tiles, at most PANEL_TILES, for any number of tokens, whose activations begin at `values`.
+template <typename T, typename Element>
+inline void many(const Weight& w, int64_t first, int tiles, const Tokens& x, const Element* values, const Output& out) {
+    constexpr int COLUMNS = COLUMNS_OF<Element>, GROUPS = PANEL_GROUPS * COLUMNS;
+    const int64_t stride = x.stride / COLUMNS;
     const int64_t groups = blocks_of<T>(w.columns) * T::GROUPS, tile_size = tile_bytes<T>(w.columns);
     const int64_t passes = (x.count + PANEL_TOKENS - 1) / PANEL_TOKENS;
-    float* const panel = panel_memory();
+    Element* const panel = panel_memory<Element>();
     thread_local std::vector<float> sums;
     sums.assign((size_t)x.count * PANEL_ROWS, 0.0f);
-    for (int64_t g0 = 0; g0 < groups; g0 += PANEL_GROUPS) {
-        const int64_t some = std::min<int64_t>(PANEL_GROUPS, groups - g0);
+    for (int64_t g0 = 0; g0 < groups; g0 += GROUPS) {
+        const int64_t some = std::min<int64_t>(GROUPS, groups - g0), size = some * GROUP / COLUMNS;
         const uint8_t* const from = w.data + first * tile_size + g0 / T::GROUPS * T::BYTES;
         for (int r = 0; r < tiles; r++)
             for (int64_t g = 0; g < some; g++) {
                 const uint8_t* block = from + r * tile_size + g / T::GROUPS * T::BYTES;
-                for (int i = 0; i < GROUP; i++)
-                    store(panel + (g * GROUP + i) * PANEL_ROWS + r * TILE, T::column(block, (int)(g % T::GROUPS), i));
+                to_panel<T>(block, (int)(g % T::GROUPS), panel + g * GROUP / COLUMNS * PANEL_ROWS + r * TILE);
             }
         const bool is_last = g0 + some == groups;
         // Weights of the next panel come from memory, and results go to lines that no cache of this core has: both are
@@ -203,7 +231,7 @@ inline void many(const Weight& w, int64_t first, int tiles, const Tokens& x, con
                 for (int64_t i = 0; i < count; i++)
                     for (int r = 0; r < tiles; r++)
                         __builtin_prefetch(out.values + (m + i) * out.stride + (first + r) * TILE, 1);
-            panel_times<PANEL_TOKENS>(count, panel, some * GROUP, x.values + m * x.stride + g0 * GROUP, x.stride,
+            panel_times<PANEL_TOKENS>(count, panel, size, values + m * stride + g0 * GROUP / COLUMNS, stride,
                                       sums.data() + m * PANEL_ROWS);
             if (is_last)
                 for (int64_t i = m; i < m + count; i++)
@@ -224,20 +252,24 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
         using T = decltype(format);
 #if defined(NANOVLLM_AMX)
         if (x.splits) {
-            if constexpr (!T::IS_FLOATS)
-                if (w.parts == 1) return amx_tiles<T, 1>(w, begin, end, x, out);
+            if constexpr (!T::IS_FLOATS || std::is_same_v<typename T::Source, BF16>)
+                if (w.parts == 1 || w.rounds) return amx_tiles<T, 1>(w, begin, end, x, out);
             return amx_tiles<T, EXACT_PARTS>(w, begin, end, x, out);
         }
 #endif
         if constexpr (!T::IS_FLOATS) {
             if (w.parts == 1) quantised_tiles<T, 1>(w, begin, end, x, out);
             else quantised_tiles<T, EXACT_PARTS>(w, begin, end, x, out);
-        } else if (x.count <= FEW * FEW_PASSES) {
+        } else {
+            const auto panels = [&](auto values) {
+                for (int64_t tile = begin; tile < end; tile += PANEL_TILES)
+                    many<T>(w, tile, (int)std::min<int64_t>(PANEL_TILES, end - tile), x, values, out);
+            };
+            if constexpr (CAN_ROUND && std::is_same_v<typename T::Source, BF16>)
+                if (w.rounds && x.pairs) return panels(x.pairs);
+            if (x.count > FEW * FEW_PASSES) return panels(x.values);
             for (int64_t m = 0; m < x.count; m += FEW)
                 few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);
-        } else {
-            for (int64_t tile = begin; tile < end; tile += PANEL_TILES)
-                many<T>(w, tile, (int)std::min<int64_t>(PANEL_TILES, end - tile), x, out);
         }
     });
 }

@@ -15,6 +15,7 @@ struct Weight {
     int64_t rows, columns;
     int32_t format;
     int32_t parts;  // of activations that a quantised weight is multiplied with: 1, or EXACT_PARTS; else 0
+    int32_t rounds;  // 1: of bfloat16, and multiplied with activations of many tokens that are rounded to bfloat16; else 0
 };
 
 // Where a product's results go: [tokens][stride] of float32, with a bias [rows] or null; added to what is there or not.

@@ -2,8 +2,9 @@
 //
 // Within a step jobs follow each other in microseconds, so a thread without work spins for a moment. Then it sleeps: a
 // process that waits for its user takes no CPU time. The caller works too, and waits only for tasks that a thread has
-// begun: a thread that the system does not run, because another process has its core, delays no other. Several threads
-// may call, such as those of two engines: one of them has the others' help at a time.
+// begun: a thread that the system does not run, because another process has its core, delays no other. While other
+// processes use the cores, fewer threads work (crowding.h). Several threads may call, such as those of two engines: one of
+// them has the others' help at a time.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +17,8 @@
 #include <vector>
 
 #include <sched.h>
+
+#include "crowding.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -34,9 +37,9 @@ inline void pause_briefly() {
 class Threads {
    public:
     // count: threads, the caller's among them. Throws std::system_error if the system starts no more.
-    explicit Threads(int count) {
+    explicit Threads(int count) : crowding_(count), working_(count) {
         try {
-            for (int i = 1; i < count; i++) workers_.emplace_back([this] { work(); });
+            for (int i = 1; i < count; i++) workers_.emplace_back([this, i] { work(i); });
         } catch (...) {
             end();
             throw;
@@ -53,7 +56,7 @@ class Threads {
     template <typename Fn>
     void run(int64_t count, Fn&& fn) {
         std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
-        if (count <= 1 || workers_.empty() || !turn.try_lock()) {
+        if (count <= 1 || workers_.empty() || !turn.try_lock() || working_threads() == 1) {
             for (int64_t task = 0; task < count; task++) fn(task);
             return;
         }
@@ -96,12 +99,25 @@ class Threads {
    private:
     static constexpr int SPINS = 2000;  // some 20 to 60 microseconds
 
+    // How many threads take the next tasks. Those that begin or end to work hear of it.
+    int working_threads() {
+        const int now = crowding_.active();
+        if (now != working_) {
+            std::lock_guard<std::mutex> lock(mutex_);
+            working_ = now;
+            wake_.notify_all();
+            rest_.notify_all();
+        }
+        return now;
+    }
+
     void end() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             stop_.store(true);
         }
         wake_.notify_all();
+        rest_.notify_all();
         for (auto& worker : workers_) worker.join();
     }
 
@@ -124,19 +140,24 @@ class Threads {
         }
     }
 
-    void work() {
+    void work(int thread) {
+        crowding_.enter(thread);
         while (!stop_.load()) {
             bool any = false;
-            for (int i = 0; i < SPINS && !any; i++) {
+            for (int i = 0; i < SPINS && !any && crowding_.works(thread); i++) {
                 any = take_tasks();
                 if (!any) pause_briefly();
             }
             if (any) continue;
             std::unique_lock<std::mutex> lock(mutex_);
+            if (!crowding_.works(thread)) {
+                rest_.wait(lock, [&] { return stop_.load() || crowding_.works(thread); });
+                continue;
+            }
             asleep_.fetch_add(1);
-            wake_.wait(lock, [this] {
+            wake_.wait(lock, [&] {
                 uint64_t ticket = tickets_.load();
-                return stop_.load() || (uint32_t)ticket < ticket >> 32;
+                return stop_.load() || (uint32_t)ticket < ticket >> 32 || !crowding_.works(thread);
             });
             asleep_.fetch_sub(1);
         }
@@ -152,7 +173,9 @@ class Threads {
     std::atomic<bool> stop_{false};
     std::mutex turn_;  // held by the caller whose job runs
     std::mutex mutex_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, rest_;
+    Crowding crowding_;
+    int working_;  // the last number of `working_threads`; read and written by the caller whose turn it is
     std::vector<std::thread> workers_;
 };
 

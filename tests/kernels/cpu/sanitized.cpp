@@ -31,7 +31,8 @@ static void products_of_every_format(Threads* threads) {
             for (int64_t rows : {1, 16, 37})
                 for (int64_t columns : {256, 768, format <= f16 || format == e4m3 ? 77 : 256}) {
                     const std::vector<uint8_t> data = packed(threads, format, rows, columns);
-                    const Weight w{data.data(), rows, columns, format, format <= f16 || format == e4m3 ? 0 : parts};
+                    const bool is_plain = format <= f16 || format == e4m3;
+                    const Weight w{data.data(), rows, columns, format, is_plain ? 0 : parts, format == bf16 && parts == 1};
                     nanovllm_is_finite(threads, &w);
                     const std::vector<int64_t> ids = {rows - 1, 0};
                     std::vector<float> out(2 * columns);
@@ -45,12 +46,12 @@ static void products_of_every_format(Threads* threads) {
                 }
 }
 
-static void steps(Threads* threads) {
+static void steps(Threads* threads, int32_t weights) {
     const int64_t hidden = 80, heads = 6, kv_heads = 2, dim = 32, inner = 150, block_size = 16, blocks = 64;
     std::vector<std::vector<uint8_t>> kept;
     auto weight = [&](int64_t rows, int64_t columns) {
-        kept.push_back(packed(threads, f32, rows, columns, true));
-        return Weight{kept.back().data(), rows, columns, f32, 0};
+        kept.push_back(packed(threads, weights, rows, columns, true));
+        return Weight{kept.back().data(), rows, columns, weights, 0, weights == bf16};
     };
     const std::vector<float> ones(4096, 1.0f);
     Layer layer{};
@@ -60,7 +61,7 @@ static void steps(Threads* threads) {
     layer.input_norm = layer.post_norm = layer.q_norm = layer.k_norm = ones.data();
     layer.q_bias = layer.o_bias = layer.down_bias = ones.data();
     const std::vector<float> angles(1024 * dim, 0.5f);
-    const Model model{1, hidden, heads, kv_heads, dim, inner, 1e-6f, 0, &layer, ones.data(), angles.data()};
+    const Model model{1, hidden, heads, kv_heads, dim, inner, 1e-6f, 0, weights == bf16, &layer, ones.data(), angles.data()};
     for (int32_t format : {f32, bf16, f16}) {
         std::vector<uint8_t> k(blocks * block_size * kv_heads * dim * 4), v(k.size());
         uint8_t *ks = k.data(), *vs = v.data();
@@ -132,7 +133,7 @@ static void tasks_without_memory(Threads* threads) {
 int main() {
     Threads* threads = nanovllm_threads(3);
     products_of_every_format(threads);
-    steps(threads);
+    for (int32_t weights : {f32, bf16}) steps(threads, weights);
     samples(threads);
     calls_at_the_same_time(threads);
     tasks_without_memory(threads);

@@ -12,7 +12,7 @@ if (reason := cpu_support(torch.device("cpu"))) is not None:
     pytest.skip(reason, allow_module_level=True)
 gguf = pytest.importorskip("gguf")
 
-from nanovllm.kernels.cpu.library import FORMATS, GGUF_FORMATS, PLAIN, PackedMatrix
+from nanovllm.kernels.cpu.library import FORMATS, GGUF_FORMATS, PLAIN, PackedMatrix, can_round
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, pack_int4
 from nanovllm.weights.gguf import block_size
@@ -28,7 +28,7 @@ def random_matrix(format, rows, columns, seed=0, activations="float32"):
     rng = np.random.default_rng(seed)
     if format in DTYPES:
         weight = torch.from_numpy(rng.standard_normal((rows, columns), np.float32)).to(DTYPES[format])
-        return PackedMatrix.of(weight), weight.float()
+        return PackedMatrix.of(weight, activations), weight.float()
     if format == "E4M3":
         values = torch.from_numpy(rng.integers(0, 127, (rows, columns), dtype=np.uint8))
         values |= torch.from_numpy(rng.integers(0, 2, (rows, columns), dtype=np.uint8)) << 7
@@ -98,10 +98,33 @@ def test_many_tokens_are_as_exact_as_few_with_int8_activations(format):
     assert 1e-4 < relative_error(packed.product(x), want) < 1.05 * relative_error(few, want)
 
 
+def test_bfloat16_weights_are_multiplied_with_activations_that_are_rounded_to_bfloat16():
+    if not can_round():
+        with pytest.raises(ValueError, match="cpu_activations='bfloat16': .* AVX512_BF16"):
+            random_matrix("BF16", 37, 512, activations="bfloat16")
+        return
+    for rows, columns in ((37, 512), (100, 1280), (70, 200)):
+        packed, weight = random_matrix("BF16", rows, columns, activations="bfloat16")
+        for count in (4, 5, 8, 31, 47):
+            x = torch.randn(count, columns)
+            rounded, exact = ((of.double() @ weight.double().T) for of in (x.bfloat16(), x))
+            near, far = (exact, rounded) if count < 5 else (rounded, exact)
+            got = packed.product(x)
+            assert relative_error(got, near) < 1e-6 < 1e-4 < relative_error(got, far), (rows, columns, count)
+
+
+def test_only_bfloat16_weights_take_rounded_activations():
+    for format in ("F32", "F16", "Q4_1", "E4M3"):
+        packed, weight = random_matrix(format, 37, 512, activations="bfloat16")
+        x = torch.randn(31, 512)
+        assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6, format
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_activations_that_are_not_finite_stay_so(value):
     for format, activations, count in (
         ("Q4_1", "float32", 2), ("Q4_1", "int8", 2), ("Q4_1", "int8", 40), ("BF16", "float32", 40),
+        *[("BF16", "bfloat16", 40)] * can_round(),
     ):  # fmt: skip
         packed, _ = random_matrix(format, 16, 256, activations=activations)
         x = torch.randn(count, 256)

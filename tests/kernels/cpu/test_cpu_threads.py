@@ -21,7 +21,7 @@ from nanovllm.kernels.cpu.library import PackedMatrix
 matrix, x = PackedMatrix.of(torch.randn(1536, 576)), torch.randn(1, 576)
 for line in sys.stdin:
     begin, cpu = time.perf_counter(), time.process_time()
-    for _ in range(2000):
+    for _ in range(8000):
         matrix.product(x)
     wall, busy = time.perf_counter() - begin, time.process_time() - cpu
     time.sleep(0.2)
@@ -112,7 +112,7 @@ def test_two_threads_beside_a_busy_process_are_not_slower_than_one():
             measured(worker)  # its import and first calls
         found = [(measured(one), measured(two)) for _ in range(7)]
     wall = [min(pair[i][0] for pair in found) for i in range(2)]
-    # A thread that waits for every slice of the busy process makes it several times slower.
-    assert wall[1] < 1.5 * wall[0], found
+    # Two threads took 1.2 times as long as one before they noticed that one of them waits for its core.
+    assert wall[1] < 1.25 * wall[0], found
     # Idle threads sleep.
     assert min(pair[1][1] for pair in found) < 0.02, found
