@@ -21,13 +21,23 @@ def canonical_gpu_name(name: str) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name, "AMD EPYC"; "" where the system does not tell."""
+    """The processor's name, "Intel Xeon Gold 6430"; "" where the system does not tell.
+
+    Virtual machines may hide its number, and processors that differ are then told apart by the family and the model:
+    "AMD EPYC family 25 model 17".
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return ""
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return re.sub(r"\((R|TM)\)", "", names[0]) if names else ""
+    fields: dict[str, str] = {}  # of the first processor
+    for line in lines:
+        key, _, value = line.partition(":")
+        fields.setdefault(key.strip(), value.strip())
+    name = re.sub(r"\((R|TM)\)", "", fields.get("model name", ""))
+    if name and not re.search(r"\d", name) and {"cpu family", "model"} <= fields.keys():
+        name += f" family {fields['cpu family']} model {fields['model']}"
+    return name
 
 
 def device_name(device: torch.device) -> str:

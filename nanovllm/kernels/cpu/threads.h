@@ -56,10 +56,8 @@ class Threads {
     template <typename Fn>
     void run(int64_t count, Fn&& fn) {
         std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
-        if (count <= 1 || workers_.empty() || !turn.try_lock() || working_threads() == 1) {
-            for (int64_t task = 0; task < count; task++) fn(task);
-            return;
-        }
+        if (count <= 1 || workers_.empty() || !turn.try_lock() || working_threads() == 1)
+            return run_alone(count, fn);
         no_memory_.store(false, std::memory_order_relaxed);
         call_ = [](void* context, int64_t task) { (*(std::remove_reference_t<Fn>*)context)(task); };
         context_ = (void*)&fn;
@@ -98,6 +96,19 @@ class Threads {
 
    private:
     static constexpr int SPINS = 2000;  // some 20 to 60 microseconds
+
+    template <typename Fn>
+    static void run_alone(int64_t count, Fn&& fn) {
+        bool no_memory = false;
+        for (int64_t task = 0; task < count; task++) {
+            try {
+                fn(task);
+            } catch (const std::bad_alloc&) {
+                no_memory = true;
+            }
+        }
+        if (no_memory) throw std::bad_alloc();
+    }
 
     // How many threads take the next tasks. Those that begin or end to work hear of it.
     int working_threads() {
