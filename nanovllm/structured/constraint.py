@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,9 @@ from nanovllm.weights.bare_tokenizer import whole_tokenizer
 
 _COMPILED = 128
 """Grammars that are kept compiled."""
+_MATCHERS, _MATCHERS_SECONDS = 8, 0.1
+"""A grammar gets so many matchers that share nothing, if compiling them takes at most so many seconds together. A copy
+(`LLMatcher.deep_copy`) shares a lock with its original: threads fill the masks of copies one after the other."""
 SLOW_MASK_SECONDS, _SLOW_MASKS_SECONDS = 0.01, 0.5
 """Masks slower than the former may take a sequence the latter together; then it ends. All sequences wait for a mask."""
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
@@ -35,23 +39,26 @@ class TokenConstraint:
         allowed: [num_words] int32, the tokens that are allowed at all; None: all of them.
         num_words: the number of words of a mask.
         end_token_ids: what may be sampled when no mask can be made any more; none: any token.
+        group: matchers of the same group cannot work at the same time.
 
     Attributes:
-        matcher, num_words: as given.
+        matcher, num_words, group: as given.
         num_taken: output tokens that `take` was given.
         error: why the sequence must end; None: all is well.
         broken: no mask can be made any more. Then `error` is the same on every rank; a slow mask is not.
     """
 
     def __init__(
-        self, matcher: Any, allowed: np.ndarray | None, num_words: int, end_token_ids: Sequence[int] = ()
-    ) -> None:
+        self, matcher: Any, allowed: np.ndarray | None, num_words: int, end_token_ids: Sequence[int] = (),
+        group: int = 0,
+    ) -> None:  # fmt: skip
         self.error: str | None = None
         self.broken = False
         self._end_token_ids = end_token_ids
         self._num_good = 0
         self.matcher = matcher
         self.num_words = num_words
+        self.group = group
         self._allowed = allowed
         self.num_taken = 0
         self._slow_seconds = 0.0
@@ -106,6 +113,23 @@ class TokenConstraint:
             self.error, self.broken, self._num_good = error, True, self.num_taken
 
 
+class _Grammar:
+    """A compiled grammar: one or several matchers at its beginning, which share nothing."""
+
+    def __init__(self, compile_: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        self._matchers = [compile_()]
+        seconds = time.perf_counter() - start
+        for _ in range(min(_MATCHERS - 1, int((_MATCHERS_SECONDS - seconds) / seconds))):
+            self._matchers.append(compile_())
+        self._groups = itertools.cycle([(id(matcher), matcher) for matcher in self._matchers])
+
+    def copy(self) -> tuple[Any, int]:
+        """(a matcher at the beginning, its group), of the groups in turn."""
+        group, matcher = next(self._groups)
+        return matcher.deep_copy(), group
+
+
 class ConstraintMaker:
     """Compiles grammars, outside of the engine's steps. Any thread may use it.
 
@@ -126,7 +150,7 @@ class ConstraintMaker:
         self._compiling = threading.Lock()
         """One grammar at a time is compiled, and the vocabulary once."""
         self._vocabulary: Any = None
-        self._compiled: OrderedDict[StructuredOutputs, Any] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutputs, _Grammar] = OrderedDict()
 
     def prepare(self) -> None:
         """Index the vocabulary now, if grammars can be used: it takes a second or more, and other threads wait."""
@@ -149,18 +173,20 @@ class ConstraintMaker:
         Raises:
             ValueError: the grammar is wrong, or cannot be used with this model.
         """
-        matcher = allowed = None
+        grammar = allowed = None
         num_words = -(-self._size // 32)
         if params.allowed_token_ids is not None:
             bits = np.zeros(32 * num_words, bool)
             bits[list(params.allowed_token_ids)] = True
             allowed = np.packbits(bits, bitorder="little").view(np.int32)
         if isinstance(params.structured_outputs, StructuredOutputs):
-            matcher = self._compile(params.structured_outputs)
-        ends = () if matcher is None else self._end_token_ids
-        return [TokenConstraint(matcher and matcher.deep_copy(), allowed, num_words, ends) for _ in range(params.n)]
+            grammar = self._compile(params.structured_outputs)
+        if grammar is None:
+            return [TokenConstraint(None, allowed, num_words) for _ in range(params.n)]
+        copies = [grammar.copy() for _ in range(params.n)]
+        return [TokenConstraint(matcher, allowed, num_words, self._end_token_ids, group) for matcher, group in copies]
 
-    def _compile(self, spec: StructuredOutputs) -> Any:
+    def _compile(self, spec: StructuredOutputs) -> _Grammar:
         if self._tokenizer is None:
             raise ValueError("structured_outputs need a tokenizer, and this engine has none; pass tokenizer= to LLM")
         if not self._end_token_ids:
@@ -176,25 +202,19 @@ class ConstraintMaker:
                 found = found or self._new(spec)
         return found
 
-    def _known(self, spec: StructuredOutputs) -> Any:
+    def _known(self, spec: StructuredOutputs) -> _Grammar | None:
         if spec in self._compiled:
             self._compiled.move_to_end(spec)
         return self._compiled.get(spec)
 
-    def _new(self, spec: StructuredOutputs) -> Any:
-        from llguidance import LLMatcher
-
-        matcher = LLMatcher(self._vocabulary_of_model(), grammar_text(spec), log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            raise ValueError(f"{spec.called}: {plain_error(matcher.get_error())}")
-        matcher.compute_bitmask()  # copies have what the first mask took to find out
-        if matcher.is_error():
-            raise ValueError(f"{spec.called}: its first mask is too complex: {plain_error(matcher.get_error())}")
+    def _new(self, spec: StructuredOutputs) -> _Grammar:
+        vocabulary, text = self._vocabulary_of_model(), grammar_text(spec)
+        grammar = _Grammar(lambda: _matcher(vocabulary, text, spec.called))
         with self._lock:
-            self._compiled[spec] = matcher
+            self._compiled[spec] = grammar
             if len(self._compiled) > _COMPILED:
                 self._compiled.popitem(last=False)
-        return matcher
+        return grammar
 
     def _vocabulary_of_model(self) -> Any:
         if self._vocabulary is None:
@@ -206,6 +226,23 @@ class ConstraintMaker:
                 slices=list(_SLICES),
             )  # fmt: skip
         return self._vocabulary
+
+
+def _matcher(vocabulary: Any, text: str, called: str) -> Any:
+    """A matcher of a grammar, for which the first mask was made: copies have what that took to find out.
+
+    Raises:
+        ValueError: the grammar is wrong. called: what the message calls it.
+    """
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(vocabulary, text, log_level=0, limits=parser_limits())
+    if matcher.is_error():
+        raise ValueError(f"{called}: {plain_error(matcher.get_error())}")
+    matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(f"{called}: its first mask is too complex: {plain_error(matcher.get_error())}")
+    return matcher
 
 
 def _ban(mask: np.ndarray, banned: Iterable[int]) -> None:

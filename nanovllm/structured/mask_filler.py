@@ -96,7 +96,14 @@ class MaskFiller:
 
         parallel_from: so many grammars or more are filled in threads.
         """
-        matchers = [(c.matcher, i) for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
+        order = sorted(
+            range(len(constraints)), key=lambda i: constraints[i].group
+        )  # a group in as few threads as can be
+        matchers = [
+            (constraints[i].matcher, i)
+            for i in order
+            if constraints[i].matcher is not None and not constraints[i].broken
+        ]
         if len(matchers) < parallel_from or not matchers:
             _fill(constraints, masks)
             return

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint
+from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint, _Grammar
 from nanovllm.structured.grammar import plain_error
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured.mask_filler import MaskFiller
@@ -102,6 +102,26 @@ def test_a_grammar_waits_for_others_for_a_while():
 def test_completions_have_states_of_their_own(maker):
     first, second = maker.make(SamplingParams(n=2, structured_outputs={"choice": ["xy", "z"]}))
     assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
+
+
+def test_completions_share_matchers_in_turn(maker):
+    """Copies of one matcher share a lock, so that threads would fill their masks one after the other."""
+    groups = [c.group for c in maker.make(SamplingParams(n=20, structured_outputs={"regex": "[ab]{5}"}))]
+    assert 2 <= len(set(groups)) <= 8
+    assert all(groups[i] == groups[i % len(set(groups))] for i in range(20))
+
+
+@pytest.mark.parametrize("seconds, most", [(0.03, 4), (0.2, 1)])
+def test_a_grammar_that_compiles_slowly_gets_fewer_matchers(seconds, most):
+    made = []
+
+    def compile_():
+        time.sleep(seconds)
+        made.append(object())
+        return made[-1]
+
+    _Grammar(compile_)
+    assert 1 <= len(made) <= most
 
 
 @pytest.mark.parametrize("beside", [False, True])
