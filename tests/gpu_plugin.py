@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+def _group(test: str) -> str:
+    """A name that tests share which one process runs, one after the other: they use one engine, which each process
+    that gets some of them would build.
+    """
+    path, _, name = test.partition("::")
+    if path.endswith("tests/llm/test_bad_input.py"):
+        return path
+    modes = [mode for mode in ("[sync", "[async") if mode in name]
+    return path + modes[0] if modes and "tests/llm/" in path else test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """As `--dist load --maxschedchunk 1`, but a group of tests goes to one process."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+        def _reschedule(self, node: Any) -> None:
+            """A worker begins a test when it knows the next."""
+            while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+                self._assign_work_unit(node)
+            if not self.workqueue:
+                super()._reschedule(node)
+
+        def remove_node(self, node: Any) -> str | None:
+            """What it has not begun goes to others; the test that it died in does not."""
+            work = self.assigned_work[node]
+            died = next(((unit, test) for unit in work.values() for test, done in unit.items() if not done), None)
+            if died is None:
+                return super().remove_node(node)
+            unit, test = died
+            unit[test] = True
+            for scope in [scope for scope, tests in work.items() if all(tests.values())]:
+                del work[scope]
+            super().remove_node(node)
+            return test
+
+    config.option.loadscopereorder = False
+    return Groups(config, log)
+
+
 _compiled: list[tuple[str, str, float]] = []
 """(the kernel's name, the key in Triton's cache, seconds) of what this process compiled since the last test's end."""
 
@@ -120,6 +165,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     yield
     item.user_properties.append(("compiled", _compiled[:]))
     _compiled.clear()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # for the other processes of this GPU
 
 
 def _told(kind: str, **values: Any) -> None:

@@ -76,6 +76,16 @@ def one_kernel(x):
 def test_compiles(i):
     triton.compile(ASTSource(one_kernel, {"x": "*i64" if i > 1 else "*i32"}), target=GPUTarget("cuda", 90, 32))
 """
+USE_ONE_ENGINE = """
+import os, pytest, time
+@pytest.mark.gpu
+@pytest.mark.parametrize("i", range(5))
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_modes(mode, i):
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(mode + os.environ["PYTEST_XDIST_WORKER"] + str(i) + "\\n")
+    time.sleep(100 if mode == "sync" and i == 2 else 0.1)
+"""
 ELSEWHERE = "def test_needs_none(): pass"
 PROGRAM = """
 import sys
@@ -153,6 +163,24 @@ def test_a_run_that_is_terminated_ends_its_processes(tmp_path):
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "interrupted\n0 passed" in out and "did not end:\n" in out
     assert not is_running(seen.read_text())
+
+
+@pytest.mark.slow
+def test_one_process_runs_the_tests_that_use_one_engine(tmp_path):
+    """Another one runs those of them that are left when it dies."""
+    folder = tmp_path / "tests" / "llm"
+    folder.mkdir(parents=True)
+    (folder / "test_modes.py").write_text(USE_ONE_ENGINE)
+    code, summary, seen = run(tmp_path, ELSEWHERE, "--seconds-a-test", "3")
+    assert code == 1 and summary[-1].startswith("9 passed, 0 skipped, 1 failed, 0 did not end, 0 not begun in ")
+    workers = {mode: [] for mode in ("async", "sync")}
+    for mode, _, told in (line.partition("gw") for line in seen):
+        workers[mode].append(told)
+    (worker,) = {told[:-1] for told in workers["async"]}
+    first, second = {told[:-1]: None for told in workers["sync"]}
+    assert worker != first
+    assert workers["async"] == [worker + i for i in "01234"]
+    assert workers["sync"] == [*(first + i for i in "012"), *(second + i for i in "34")]
 
 
 def test_a_process_whose_time_is_over_is_stopped(tmp_path):
