@@ -111,13 +111,15 @@ def test_greedy_equals_transformers(model, mode):
 
 @pytest.mark.gpu  # without one, the interpreter has a test of its own
 @pytest.mark.parametrize("model", MODELS, indirect=True)
-def test_greedy_with_custom_kernels_on_and_off(model):
-    directory, _, prompts, expected = model
+def test_greedy_with_custom_kernels_on_and_off_and_the_logits(model):
+    directory, reference, prompts, expected = model
     on, off = engine(directory), engine(directory, use_custom_kernels=False)
     assert set(off.kernels.providers.values()) == {"native"} and "triton" in on.kernels.providers.values()
     assert tokens(on, prompts) == tokens(off, prompts) == expected
+    check_logits(on, reference, prompts)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="test_greedy_with_custom_kernels_on_and_off_and_the_logits has them")
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_logits_equal_transformers(model):
     directory, reference, prompts, _ = model

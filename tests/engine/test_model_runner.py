@@ -130,6 +130,7 @@ READ_ON_THE_HOST = {"detach", "to", "resolve_conj", "resolve_neg"}
 """What `Tensor.numpy` calls when a result is read."""
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes a minute, and needs no GPU")
 def test_the_engine_allocates_launches_and_records_on_its_device(directory, monkeypatch):
     """Whichever device is current where it is called: every operation of PyTorch, and every result's event."""
     current, seen = [], []

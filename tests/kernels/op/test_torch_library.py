@@ -82,6 +82,14 @@ OF_EACH_KIND = {
     "apply_token_bitmask",
 }  # fmt: skip
 EXPORTED = sorted(name for name, op in all_ops().items() if op.exported)
+ON_A_GPU = DEVICE.type == "cuda"
+"""There PyTorch traces nothing that it does not trace on a CPU: those of each kind are enough."""
+
+
+def some(names):
+    """Those of each kind; where there is no GPU the others too, as slow tests."""
+    chosen = [name for name in names if name in OF_EACH_KIND or not ON_A_GPU]
+    return [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.slow) for name in chosen]
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -90,9 +98,7 @@ def test_opcheck(name):
     opcheck(getattr(torch.ops.nanovllm, name).default, op.records.flat.bind(**next(cases(op))).args)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OF_EACH_KIND else pytest.mark.slow) for n in EXPORTED]
-)
+@pytest.mark.parametrize("name", some(EXPORTED))
 def test_gradients_are_those_of_a_plain_call(name):
     op = all_ops()[name]
     # The reference of attention asks for lengths on the host: torch.compile breaks the graph there.
@@ -118,9 +124,7 @@ TRACEABLE = sorted(
 )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in OF_EACH_KIND else pytest.mark.slow) for n in TRACEABLE]
-)
+@pytest.mark.parametrize("name", some(TRACEABLE))
 def test_opcheck_of_arguments_that_require_grad(name):
     op = all_ops()[name]
     for arguments in cases(op):

@@ -167,7 +167,7 @@ HEADS = [(16, 8, 256), (9, 3, 16), (14, 2, 64), (8, 8, 1024)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "dim, dtype, heads, count", by_turns([64, 80, 96, 128, 256], [BF16, F16, F32], HEADS, LENS), ids=str
+    "dim, dtype, heads, count", by_turns([64, 80, 96, 128, 256], [BF16, F16, F32], HEADS, LENS, turns=4), ids=str
 )
 def test_decode(dim, dtype, heads, count):
     num_heads, kv_heads, block_size = heads

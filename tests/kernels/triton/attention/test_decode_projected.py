@@ -111,7 +111,7 @@ def test_a_position_without_angles(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "dim, dtype, heads, norm",
-    by_turns([64, 80, 96, 128, 256], [BF16, F16, F32], [(2, 8, 256), (3, 3, 16), (7, 2, 64)], [True, False]),
+    by_turns([64, 80, 96, 128, 256], [BF16, F16, F32], [(2, 8, 256), (3, 3, 16), (7, 2, 64)], [True, False], turns=4),
     ids=str,
 )
 def test_shapes(dim, dtype, heads, norm):
