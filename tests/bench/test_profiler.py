@@ -176,7 +176,6 @@ def on_gpu(tmp_path_factory, request):
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 def test_viewers_can_draw_the_trace_of_a_gpu(on_gpu):
     events = json.loads(on_gpu[2].read_text())["traceEvents"]
     assert bad_nesting(events) == []
@@ -187,7 +186,6 @@ def test_viewers_can_draw_the_trace_of_a_gpu(on_gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 def test_perfettos_own_trace_processor_reads_the_trace_of_a_gpu(on_gpu):
     read = check(on_gpu[2])
     assert Counter(s.name for s in read.slices)["layer 0"] >= 7 and len(read.arrows) > 100

@@ -203,8 +203,8 @@ def test_timing_on_a_gpu(tmp_path, monkeypatch):
 
     model = this_device(torch.device("cuda", torch.cuda.current_device()))
     problems = {
-        "gemm": [GemmProblem(256, 4096, 1024), GemmProblem(300, 1000, 2000)],
-        "streaming": [ALL["streaming"][0], ALL["streaming"][7]], "attention": [ALL["attention"][5]],
+        "gemm": [GemmProblem(300, 1000, 2000)], "streaming": [ALL["streaming"][7]],
+        "attention": [ALL["attention"][5]],
     }  # fmt: skip
     missed = []
     listener = lambda *, src, cache_hit, **rest: cache_hit or missed.append(src.name)  # noqa: E731
@@ -216,7 +216,7 @@ def test_timing_on_a_gpu(tmp_path, monkeypatch):
             found = prove(model, problems, timing.GpuTimer(model, queue.failure), 300, 8, queue).document()
     finally:
         queue.close()
-    assert len(found["shapes"]) == 5 and not found["stopped"] and not missed
+    assert len(found["shapes"]) == 3 and not found["stopped"] and not missed
     for s in found["shapes"]:
         assert not s["wrong"] and len(s["failed"]) <= 2, s
         assert 0.2 < s["first"]["predicted_us"] / s["first"]["us"] < 3, s
