@@ -126,7 +126,7 @@ class Activations {
         to.sum = to.step * (float)total;
     }
 
-    // Rounds to the nearest, ties to even.
+    // Rounds to the nearest, ties to even. Subnormals become zeros, here and in products of pairs.
     void to_pairs(int64_t i) {
 #if defined(__AVX512BF16__)
         for (int64_t k = 0; k < stride_; k += 2 * LANES) {

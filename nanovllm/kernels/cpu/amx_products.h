@@ -5,7 +5,8 @@
 //     the activations, which takes three products; the sums of a group's 32 columns are then multiplied with its scale.
 //   - Other weights are split, too: those that are floats, and codes with two scales a group. The products of parts i and j
 //     with i + j < 3 are summed, six at most: those that are left out are below 2^-24 of the result.
-//   - With int8 activations the first parts alone are multiplied: quantised weights are rounded to 8 bits, too.
+//   - With int8 activations the first parts alone are multiplied: quantised weights are rounded to 8 bits, too. So are those
+//     of bfloat16 weights with bfloat16 activations.
 #pragma once
 
 #include "products.h"

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.cpu.build import load_library
+from nanovllm.kernels.cpu.build import cpu_features, load_library
 from nanovllm.kernels.cpu.checkpoint_blocks import fp8_blocks, int4_blocks
+from nanovllm.kernels.cpu.compilers import WANTED
 from nanovllm.kernels.cpu.cores import num_threads
 from nanovllm.kernels.cpu.memory import weight_memory
 from nanovllm.kernels.ops.checks import check_sampling
@@ -134,6 +135,20 @@ def can_round() -> bool:
     return bool(_library().nanovllm_can_round())
 
 
+def _cannot_round() -> str:
+    arch = os.environ.get("NANOVLLM_CPU_ARCH")
+    if "avx512_bf16" not in cpu_features().split():
+        reason, remedy = "this processor lacks", "use 'float32'"
+    elif arch:
+        reason, remedy = f"NANOVLLM_CPU_ARCH={arch!r} compiles without", "unset it, or use 'float32'"
+    else:
+        reason, remedy = "the C++ kernels were built without", f"install {WANTED}, or use 'float32'"
+    return (
+        f"cpu_activations='bfloat16': {reason} the instructions AVX512_BF16, which multiply bfloat16 activations;"
+        f" {remedy}"
+    )
+
+
 class PackedMatrix:
     """A weight [rows, columns] in the kernels' tiles: as large as in its file, and read by no one else.
 
@@ -149,6 +164,9 @@ class PackedMatrix:
     """
 
     def __init__(self, format: str, blocks: torch.Tensor, columns: int, activations: str = "float32") -> None:
+        rounds = format == "BF16" and activations == "bfloat16"
+        if rounds and not can_round():
+            raise ValueError(_cannot_round())
         self.format = format
         self.rows, self.columns = blocks.shape[0], columns
         index, lib = FORMATS.index(format), _library()
@@ -157,13 +175,8 @@ class PackedMatrix:
         lib.nanovllm_pack(threads(), index, self.rows, columns, blocks.data_ptr(), self.tiles.data_ptr())
         self.struct = _Weight(
             self.tiles.data_ptr(), self.rows, columns, index, 0 if format in _FLOATS else PARTS[activations],
-            format == "BF16" and activations == "bfloat16",
+            rounds,
         )  # fmt: skip
-        if self.struct.rounds and not can_round():
-            raise ValueError(
-                "cpu_activations='bfloat16': the C++ kernels were not compiled for AVX512_BF16, which multiplies"
-                " bfloat16 activations; use 'float32', or a processor that has it, with a C++ compiler"
-            )
 
     @classmethod
     def of(cls, weight: torch.Tensor, activations: str = "float32") -> PackedMatrix:

@@ -191,6 +191,7 @@ inline void to_panel(const uint8_t* block, int j, float* panel) {
 }
 template <typename T>
 inline void to_panel(const uint8_t* block, int, uint32_t* panel) {
+    static_assert(T::GROUPS == 1 && T::BYTES == GROUP / 2 * sizeof(Ints));
 #if defined(__AVX512BF16__)
     const __m512i turns = _mm512_add_epi32(_mm512_set1_epi32(16 << 16), _mm512_mullo_epi32(  // 0, 16, 1, 17, ...
         _mm512_set1_epi32(0x10001), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)));

@@ -12,6 +12,7 @@ if (reason := cpu_support(torch.device("cpu"))) is not None:
     pytest.skip(reason, allow_module_level=True)
 gguf = pytest.importorskip("gguf")
 
+from nanovllm.kernels.cpu import library
 from nanovllm.kernels.cpu.library import FORMATS, GGUF_FORMATS, PLAIN, PackedMatrix, can_round
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, pack_int4
@@ -111,6 +112,26 @@ def test_bfloat16_weights_are_multiplied_with_activations_that_are_rounded_to_bf
             near, far = (exact, rounded) if count < 5 else (rounded, exact)
             got = packed.product(x)
             assert relative_error(got, near) < 1e-6 < 1e-4 < relative_error(got, far), (rows, columns, count)
+
+
+@pytest.mark.parametrize(
+    "features, arch, words",
+    [
+        ("flags : fma avx512_bf16", "x86-64-v3", "NANOVLLM_CPU_ARCH='x86-64-v3' .*AVX512_BF16.*; unset it"),
+        ("flags : fma avx512_bf16", None, "the C.* kernels were built without .*AVX512_BF16.*; install GCC"),
+        ("flags : fma avx512f", "native", "this processor lacks .*AVX512_BF16.*; use 'float32'"),
+        ("arm64", None, "this processor lacks .*AVX512_BF16.*; use 'float32'"),
+    ],
+)  # fmt: skip
+def test_libraries_without_products_of_bfloat16_say_why(monkeypatch, features, arch, words):
+    monkeypatch.setattr(library, "can_round", lambda: False)
+    monkeypatch.setattr(library, "cpu_features", lambda: features)
+    monkeypatch.delenv("NANOVLLM_CPU_ARCH", raising=False)
+    if arch:
+        monkeypatch.setenv("NANOVLLM_CPU_ARCH", arch)
+    with pytest.raises(ValueError, match=f"cpu_activations='bfloat16': {words}"):
+        random_matrix("BF16", 16, 32, activations="bfloat16")
+    random_matrix("Q8_0", 16, 32, activations="bfloat16")  # has no such products
 
 
 def test_only_bfloat16_weights_take_rounded_activations():

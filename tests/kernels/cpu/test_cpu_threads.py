@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm.kernels.cpu.build import cpu_support, load_library
+from nanovllm.kernels.cpu import build
 
-if (reason := cpu_support(torch.device("cpu"))) is not None:
+if (reason := build.cpu_support(torch.device("cpu"))) is not None:
     pytest.skip(reason, allow_module_level=True)
 
 # Jobs of some 0.1 ms, as in a step of a small model. A line on standard input asks for a measurement.
@@ -98,12 +99,25 @@ def test_more_threads_than_the_system_starts_are_an_error():
     assert output(TOO_MANY, NANOVLLM_CPU_THREADS="5000") == said
 
 
+def test_threads_work_or_rest_by_how_long_they_waited(tmp_path):
+    """Made up waits and times: neighbours, pauses, callers by turns, and a system that does not tell."""
+    try:
+        compiler = build.compiler()
+    except FileNotFoundError as e:
+        pytest.skip(str(e))
+    program, source = tmp_path / "crowding", Path(__file__).parent / "crowding.cpp"
+    includes = f"-I{Path(build.__file__).parent}"
+    subprocess.run([compiler, "-std=c++20", "-pthread", includes, source, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "as expected\n")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two processors and Linux"
 )
 def test_two_threads_beside_a_busy_process_are_not_slower_than_one():
-    load_library()
+    build.load_library()
     first, second = sorted(os.sched_getaffinity(0))[:2]
     code = MEASURE.format(processors={first, second})
     busy = f"import os; os.sched_setaffinity(0, {{{second}}})\nwhile True: pass"
