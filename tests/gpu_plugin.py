@@ -76,12 +76,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+_ONE_ENGINE = tuple(f"tests/llm/test_{name}.py" for name in ("bad_input", "chat_tools", "async_llm"))
+
+
 def _group(test: str) -> str:
     """A name that tests share which one process runs, one after the other: they use one engine, which each process
     that gets some of them would build.
     """
     path, _, name = test.partition("::")
-    if path.endswith("tests/llm/test_bad_input.py"):
+    if path.endswith(_ONE_ENGINE):
         return path
     modes = [mode for mode in ("[sync", "[async") if mode in name]
     return path + modes[0] if modes and "tests/llm/" in path else test

@@ -66,7 +66,8 @@ def strided(x):
 
 
 def by_turns(*choices, turns=2):
-    """One of `turns` combinations of the choices, spread evenly: with three lists or more, each two values still meet.
+    """One of `turns` combinations of the choices, spread evenly. Each two values still meet if the places in the other
+    lists, from 0, can sum to `turns` - 1.
 
     On a GPU most combinations have kernels of their own, which take seconds to compile.
     """
