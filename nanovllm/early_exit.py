@@ -1,10 +1,14 @@
 """The ends of a program: Ctrl-C while it still imports its modules, and an exit that does not take PyTorch apart."""
 
 import atexit
+import gc
+import io
 import logging
 import os
 import signal
+import stat
 import sys
+from contextlib import suppress
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
@@ -30,7 +34,8 @@ class QuickExit:
     printed everything and does not end. Where CUDA is in use or coverage is measured the exit is Python's own, since
     profilers and coverage write their results then.
 
-    Make it before other modules are imported: functions that are registered earlier are not called.
+    Make it before other modules are imported. Functions that are registered earlier are called later, so where there
+    are such, of `multiprocessing` or `tempfile` for example, the exit is Python's own as well.
 
     Attributes:
         code: the exit code; None: the exit is Python's own, for example after an exception that nobody caught.
@@ -38,11 +43,13 @@ class QuickExit:
 
     def __init__(self) -> None:
         self.code: int | None = None
+        # `logging` is imported here, so its function is registered always. Another Python than CPython may not count.
+        self._is_last = getattr(atexit, "_ncallbacks", lambda: 2)() <= 1
         atexit.register(self._end)
 
     def _end(self) -> None:
         torch = sys.modules.get("torch")
-        if self.code is None or torch is None or "coverage" in sys.modules:
+        if self.code is None or not self._is_last or torch is None or "coverage" in sys.modules:
             return
         # Neither name is there if Ctrl-C ended the import of PyTorch; then bool() stands for False.
         cuda_in_use = getattr(getattr(torch, "cuda", None), "is_initialized", bool)
@@ -54,11 +61,47 @@ class QuickExit:
             sys.stderr.flush()
         except (OSError, ValueError):  # closed by the reader, or by the program
             return
+        _flush_files()
         if os.name == "posix":
             import ctypes
 
             ctypes.CDLL(None).fflush(None)  # what C++ code has printed
         os._exit(self.code)
+
+
+def _flush_files() -> None:
+    """Write what open files hold in memory, as their destruction would: a plugin may keep a log open."""
+    if not any(map(_is_written_file, _open_numbers())):
+        return  # what follows takes 0.1 s
+    gc.unfreeze()  # `gc.get_objects` leaves out what is frozen
+    kinds = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}
+    for each in [each for each in gc.get_objects() if type(each) in kinds]:
+        with suppress(OSError, ValueError):  # closed, or of no file
+            if _is_written_file(each.fileno()):
+                each.flush()
+
+
+def _open_numbers() -> list[int]:
+    """The open descriptors but those of the standard streams; where no folder has them, the first 4096."""
+    try:
+        numbers = [int(name) for name in os.listdir("/dev/fd")]
+    except OSError:
+        numbers = list(range(4096))
+    return [number for number in numbers if number > 2]
+
+
+def _is_written_file(number: int) -> bool:
+    """Not a pipe: it could be full, and nobody read from it."""
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            return False
+        import fcntl
+
+        return fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+    except ImportError:
+        return True
+    except OSError:
+        return False
 
 
 def raise_when_loaded(name: str) -> None:

@@ -140,3 +140,36 @@ run_program("program", main)
     process = popen(["-c", program], tmp_path)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == expected and ("KeyError" in err) == ("KeyError" in end)
+
+
+@pytest.mark.parametrize("torch_first", [False, True])
+def test_a_quick_exit_loses_no_files_and_leaves_none_behind(torch_first, tmp_path):
+    """Functions that were registered for the exit before the program began are called, those of PyTorch for example."""
+    (tmp_path / "torch.py").write_text(
+        "import atexit, multiprocessing.util, tempfile\nfolder = tempfile.TemporaryDirectory()\n"
+        "atexit.register(print, 'exit', flush=True)\n"
+    )
+    program = f"""
+{"import torch" if torch_first else ""}
+from nanovllm.console import run_program
+
+def main():
+    global log
+    import gc, multiprocessing, time, torch
+    log = open("log.txt", "w")
+    log.write("kept")
+    if not {torch_first}:
+        gc.freeze()  # Python's own exit loses the text then
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,), daemon=True)
+    child.start()
+    print(child.pid, torch.folder.name)
+    return 3
+
+run_program("program", main)
+"""
+    process = popen(["-c", program], tmp_path, cwd=tmp_path)
+    number, folder, *rest = process.communicate(timeout=30)[0].split()
+    assert (process.returncode, rest) == (3, ["exit"])
+    assert (tmp_path / "log.txt").read_text() == "kept" and not os.path.exists(folder)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(number), 0)
