@@ -42,9 +42,15 @@ SERVER_ARGUMENTS = table(
 
 _FLAGS = frozenset(
     "trust_remote_code fully_sharded_loras skip_mm_profiling language_model_only worker_use_ray calculate_kv_scales"
-    " ray_workers_use_nsight interleave_mm_strings mm_encoder_only load_in_4bit load_in_8bit".split()
+    " ray_workers_use_nsight interleave_mm_strings mm_encoder_only load_in_4bit load_in_8bit"
+    " exclude_tools_when_tool_choice_none aggregate_engine_logging kv_cache_metrics cudagraph_metrics numa_bind"
+    " scheduler_reserve_full_isl fail_on_environ_validation multi_step_stream_outputs specialize_active_lora"
+    " guided_decoding_disable_fallback guided_decoding_disable_any_whitespace kv_sharing_fast_prefill"
+    " allow_deprecated_quantization tokens_only async_engine data_parallel_hybrid_lb data_parallel_external_lb"
+    " data_parallel_multi_port_external_lb".split()
 )
 _ARE_FLAGS = ("enable_", "disable_", "use_")
+_HAVE_VALUES = frozenset(["disable_access_log_for_endpoints"])
 
 
 class EngineCommand(TyperCommand):
@@ -78,7 +84,7 @@ def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]
         if given in known or not given.startswith("--") or argument is None:
             yield given + equals + value
             continue
-        flag = off or name in _FLAGS or name.startswith(_ARE_FLAGS)
+        flag = off or name in _FLAGS or name.startswith(_ARE_FLAGS) and name not in _HAVE_VALUES
         if not equals and not flag and i + 1 < len(args) and not args[i + 1].startswith("-"):
             value = args[next(rest)]
         if not argument.is_harmless(_parsed(value) if value else not off):
