@@ -55,7 +55,7 @@ ENGINE_ARGUMENTS = table(
      " cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size"),
     ("the engine starts a process for each GPU of this machine itself", None, "disable_custom_all_reduce"
      " distributed_executor_backend worker_use_ray"
-     " ray_workers_use_nsight max_parallel_loading_workers nnodes node_rank master_addr master_port"
+     " ray_workers_use_nsight max_parallel_loading_workers master_addr master_port"
      " numa_bind numa_bind_nodes numa_bind_cpus shutdown_timeout fail_on_environ_validation"),
     ("set CUDA_VISIBLE_DEVICES", (None,), "device_ids"),
     ("use rank_timeout", (None,), "distributed_timeout_seconds cpu_distributed_timeout_seconds"),
@@ -93,6 +93,7 @@ ENGINE_ARGUMENTS = table(
      " cp_kv_cache_interleave_size all2all_backend enable_elastic_ep enable_ep_weight_filter ubatch_size"
      " dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config"
      " enable_eplb expert_placement_strategy pp_size dp_size ep_size"),
+    ("a model runs on one machine; use its GPUs with tensor_parallel_size", _ONE, "nnodes node_rank"),
     ("experts are split by tensor_parallel_size, and their choices are not returned", _OFF,
      "enable_return_routed_experts"),
     ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb cpu_offload_params"

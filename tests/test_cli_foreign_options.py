@@ -45,6 +45,7 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
     [
         ("--enable-lora", "--enable-lora: LoRA is not supported; merge the adapter into the weights"),
         ("--trust-remote-code MODEL", "--trust-remote-code: code of a checkpoint is never run"),
+        ("--nnodes 2 --node-rank 1", "--nnodes: a model runs on one machine"),
         ("-pp 2", "--pipeline-parallel-size: a model is split by --tensor-parallel-size alone"),
         ("--block-size 16", "--block-size: use --kvcache-block-size"),
         ("--context-length=4096", "--context-length: use --max-model-len"),
