@@ -2,13 +2,11 @@
 
 import atexit
 import gc
-import io
 import logging
 import os
 import signal
 import stat
 import sys
-from contextlib import suppress
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
@@ -35,7 +33,8 @@ class QuickExit:
     profilers and coverage write their results then.
 
     Make it before other modules are imported. Functions that are registered earlier are called later, so where there
-    are such, of `multiprocessing` or `tempfile` for example, the exit is Python's own as well.
+    are such, of `multiprocessing` or `tempfile` for example, the exit is Python's own as well. So it is where a file is
+    open for writing, such as a plugin's log: its destruction writes what it holds in memory.
 
     Attributes:
         code: the exit code; None: the exit is Python's own, for example after an exception that nobody caught.
@@ -49,6 +48,9 @@ class QuickExit:
 
     def _end(self) -> None:
         torch = sys.modules.get("torch")
+        if any(map(_is_written_file, _open_numbers())):
+            gc.unfreeze()  # the interpreter does not destroy what is frozen
+            return
         if self.code is None or not self._is_last or torch is None or "coverage" in sys.modules:
             return
         # Neither name is there if Ctrl-C ended the import of PyTorch; then bool() stands for False.
@@ -61,24 +63,11 @@ class QuickExit:
             sys.stderr.flush()
         except (OSError, ValueError):  # closed by the reader, or by the program
             return
-        _flush_files()
         if os.name == "posix":
             import ctypes
 
             ctypes.CDLL(None).fflush(None)  # what C++ code has printed
         os._exit(self.code)
-
-
-def _flush_files() -> None:
-    """Write what open files hold in memory, as their destruction would: a plugin may keep a log open."""
-    if not any(map(_is_written_file, _open_numbers())):
-        return  # what follows takes 0.1 s
-    gc.unfreeze()  # `gc.get_objects` leaves out what is frozen
-    kinds = {io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom}
-    for each in [each for each in gc.get_objects() if type(each) in kinds]:
-        with suppress(OSError, ValueError):  # closed, or of no file
-            if _is_written_file(each.fileno()):
-                each.flush()
 
 
 def _open_numbers() -> list[int]:

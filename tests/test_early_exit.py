@@ -159,7 +159,7 @@ def main():
     log = open("log.txt", "w")
     log.write("kept")
     if not {torch_first}:
-        gc.freeze()  # Python's own exit loses the text then
+        gc.freeze()  # the interpreter does not destroy what is frozen
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(20,), daemon=True)
     child.start()
     print(child.pid, torch.folder.name)
