@@ -36,7 +36,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.adapters_transformers import Generating, Prefilling, available, made, side_of
+from benchmarks.adapters_transformers import available, made, side_of
+from benchmarks.adapters_work import Generating, Prefilling
 from benchmarks.turns import Peer, serve, stop_on_signals
 from nanovllm.adapters.transformers import OPS
 

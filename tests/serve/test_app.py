@@ -328,16 +328,15 @@ def test_the_metrics_that_dashboards_of_vllm_read(guarded):
         found |= {name: guarded.metric(f"vllm:{name}_seconds_sum") for name in seconds}
         return found | {name: guarded.metric(f"vllm:{name}_total") for name in totals}
 
-    prompt = list(range(10, 50))
-    guarded.post("/v1/completions", prompt=prompt, max_tokens=1)  # fills the cache
+    guarded.post("/v1/completions", prompt=(prompt := list(range(10, 50))), max_tokens=1)  # fills the cache
     before = read()
     guarded.post("/v1/completions", prompt=prompt, max_tokens=7, ignore_eos=True, n=2)
     now = {name: value - before[name] for name, value in read().items()}
     assert [now[name] for name in sums] == [40, 14, 7, 7, 2, 8, 54]
     assert [now[name] for name in totals] == [40, 32, 14, 40, 32]
     assert all(now[name] > 0 for name in seconds if name != "request_queue_time")
-    parts = now["request_queue_time"] + now["request_prefill_time"] + now["request_decode_time"]
-    assert parts == pytest.approx(now["e2e_request_latency"])
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    assert sum(now[name] for name in parts) == pytest.approx(now["e2e_request_latency"])
     text = guarded.client.get("/metrics").text
     assert 'vllm:cache_config_info{block_size="16",model_name="one",num_gpu_blocks="256"} 1.0' in text
     assert 'vllm:prompt_tokens_by_source_total{model_name="one",source="local_cache_hit"}' in text
@@ -347,5 +346,5 @@ def test_the_metrics_that_dashboards_of_vllm_read(guarded):
 def test_the_unit_uses_options_that_exist():
     unit = (ROOT / "deploy" / "nanovllm.service").read_text()
     options = set(re.findall(r" (--[a-z-]+)", unit[unit.index("ExecStart") :].partition("LoadCredential")[0]))
-    known = {"--" + name.replace("_", "-") for name in inspect.signature(serve).parameters}
-    assert len(options) >= 7 and options <= known
+    assert len(options) >= 7
+    assert options <= {"--" + name.replace("_", "-") for name in inspect.signature(serve).parameters}
