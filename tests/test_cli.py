@@ -262,7 +262,7 @@ def test_kernels_verify_finds_a_store_without_a_mask(tmp_path):
     (tmp_path / "plugin.py").write_text(NO_MASK)
     done = run("kernels", "verify", "softmax", "--kernel-plugin", str(tmp_path / "plugin.py"), "--provider", "no_mask")
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"^softmax +no_mask +\d+ +\d+ +\d.\d\d crashed$", done.stdout, re.M), done.stdout
+    assert re.search(r"^softmax +no_mask +\d+ +\d+ +- crashed$", done.stdout, re.M), done.stdout
     said = " ".join(done.stdout.split())
     assert "crashed (SIGSEGV) at plugin.py:11, `tl.store(y + i, e / tl.sum(e))`: a store without a mask?" in said
 
