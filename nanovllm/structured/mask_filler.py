@@ -96,14 +96,11 @@ class MaskFiller:
 
         parallel_from: so many grammars or more are filled in threads.
         """
-        order = sorted(
-            range(len(constraints)), key=lambda i: constraints[i].group
-        )  # a group in as few threads as can be
-        matchers = [
-            (constraints[i].matcher, i)
-            for i in order
-            if constraints[i].matcher is not None and not constraints[i].broken
-        ]
+        working = [i for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
+        working.sort(
+            key=lambda i: constraints[i].group
+        )  # a thread takes neighbours: those of a group would wait for it
+        matchers = [(constraints[i].matcher, i) for i in working]
         if len(matchers) < parallel_from or not matchers:
             _fill(constraints, masks)
             return
