@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-GPUS, REPORT = "NANOVLLM_TEST_GPUS", "NANOVLLM_TEST_REPORT"  # what `gpu_run` tells its processes
+# What `gpu_run` tells its processes. TURN: a file; it is locked until the first test may begin.
+GPUS, REPORT, TURN = "NANOVLLM_TEST_GPUS", "NANOVLLM_TEST_REPORT", "NANOVLLM_TEST_TURN"
 # What each part of a run selects, and the words of which a file that has such tests contains one.
 SIDE_BY_SIDE = "(gpu or triton or any_device) and not alone and not several_gpus"
 SEVERAL_GPUS, ALONE = "gpu and several_gpus", "gpu and alone"
@@ -128,9 +129,15 @@ _compiled: list[tuple[str, str, float]] = []
 
 
 def pytest_collection_finish() -> None:
-    """In a worker Triton says what it compiles, and compiles nothing that another worker is compiling."""
-    if not _worker or REPORT not in os.environ:
-        return
+    if _worker and REPORT in os.environ:
+        _watch_compiler()
+    if _worker and TURN in os.environ:
+        with open(os.environ[TURN]) as file:
+            fcntl.flock(file, fcntl.LOCK_SH)  # all is imported, so that tests begin as soon as the lock is free
+
+
+def _watch_compiler() -> None:
+    """Triton says what it compiles, and compiles nothing that another worker is compiling."""
     try:
         import triton
         from triton import compiler, knobs

@@ -2,13 +2,15 @@
 
 Most of their time goes into compilers, so there is a process for each CPU core, if the GPUs' free memory allows.
 Processes take the GPUs in turn: each sees one. With two GPUs or more the tests of several GPUs run beside them, in one
-process that sees all. Meanwhile the libraries of CUDA C++ kernels are compiled. At the end come, in one process and
-with nothing beside them, the tests marked `alone`, and a summary. Those processes load `gpu_plugin.py`.
+process that sees all. Meanwhile the libraries of C++ kernels are compiled. At the end come, in one process and with
+nothing beside them, the tests marked `alone`, which that process has imported before, and a summary. Those processes
+load `gpu_plugin.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import signal
@@ -19,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.gpu_plugin import ALONE, GPUS, REPORT, SEVERAL_GPUS, SIDE_BY_SIDE
+from tests.gpu_plugin import ALONE, GPUS, REPORT, SEVERAL_GPUS, SIDE_BY_SIDE, TURN
 from tests.gpu_results import Results
 
 ROOT = Path(__file__).parents[1]
@@ -51,13 +53,19 @@ def devices_here() -> Devices:
 
 
 # Of all three folders at the same time. A test that needs a library before it is there waits for it.
-_LIBRARIES = """
+_CUDA_LIBRARY = """
 import sys, torch
 from pathlib import Path
 from nanovllm.kernels.cuda import build
 folder = build.SOURCES / sys.argv[1]
 if torch.cuda.is_available() and build.cuda_support(torch.device("cuda", 0), folder) is None:
     build.load_library(torch.cuda.get_device_capability(0), folder)
+"""
+_CPU_LIBRARY = """
+import torch
+from nanovllm.kernels.cpu import build
+if build.cpu_support(torch.device("cpu")) is None:
+    build.load_library()
 """
 
 
@@ -179,24 +187,28 @@ def _interrupt(number: int, _: object) -> None:
 
 def _run_all(run: Run, gpus: list[str], processes: int, arguments: list[str]) -> None:
     """One process, too, is a worker's, with `-n 1`: another takes its place if a test hangs."""
-    libraries = [run.start([sys.executable, "-c", _LIBRARIES, name], True) for name in (".", "packed", "fp8")]
+    libraries = [run.start([sys.executable, "-c", _CUDA_LIBRARY, name], True) for name in (".", "packed", "fp8")]
+    libraries.append(run.start([sys.executable, "-c", _CPU_LIBRARY], True))
     several = run.pytest("-n", "1", "-m", SEVERAL_GPUS, *arguments, quiet=True) if len(gpus) > 1 else None
     many = run.pytest(
         "-n", str(processes), "--dist", "load", "--maxschedchunk", "1", "-m", SIDE_BY_SIDE, *arguments,
         **{GPUS: ",".join(gpus)},
     )  # fmt: skip
-    run.wait(many, "the tests side by side")
-    if several is None:
-        print("one GPU: tests with the marker several_gpus are left out", flush=True)
-    else:
-        run.wait(several, "the tests of several GPUs")
-    for process in libraries:
-        run.wait(process, "a library of CUDA C++ kernels")
-    if run.seconds_left == 0:
-        run.broken.append("the tests that run alone: not begun, the time is over")
-        return
-    print("the tests that run alone:", flush=True)
-    alone = run.pytest("-n", "1", "-m", ALONE, *arguments, CUDA_VISIBLE_DEVICES=gpus[0])
+    with open(run.folder / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        alone = run.pytest("-n", "1", "-m", ALONE, *arguments, CUDA_VISIBLE_DEVICES=gpus[0], **{TURN: turn.name})
+        run.wait(many, "the tests side by side")
+        if several is None:
+            print("one GPU: tests with the marker several_gpus are left out", flush=True)
+        else:
+            run.wait(several, "the tests of several GPUs")
+        for process in libraries:
+            run.wait(process, "a library of C++ kernels")
+        if run.seconds_left == 0:
+            run.broken.append("the tests that run alone: not begun, the time is over")
+            run.stop(alone)
+            return
+        print("the tests that run alone:", flush=True)
     run.wait(alone, "the tests that run alone")
 
 

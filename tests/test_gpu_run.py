@@ -20,12 +20,15 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("i", range(6))
 def test_sees_one_gpu(i):
-    time.sleep(0.1)
+    time.sleep(0.3)
     with open(os.environ["SEEN"], "a") as file:
         file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
 
 @pytest.mark.alone
-def test_alone(): assert os.environ["CUDA_VISIBLE_DEVICES"] == "3" and os.environ["PYTEST_XDIST_WORKER_COUNT"] == "1"
+def test_alone():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3" and os.environ["PYTEST_XDIST_WORKER_COUNT"] == "1"
+    with open(os.environ["SEEN"]) as file:
+        assert len(file.readlines()) == 6
 
 @pytest.mark.alone
 def test_alone_hangs(): time.sleep(100)
