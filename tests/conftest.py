@@ -4,11 +4,15 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from nanovllm.weights.demo_model import DemoModelError, demo_model_path
 from tests.interpreter import quicken
+
+if TYPE_CHECKING:
+    from nanovllm.hardware.gpu_presets import DeviceModel
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
@@ -94,6 +98,24 @@ def known_support() -> None:
     for op in all_ops().values():
         for provider in op.providers.values():
             provider.support(torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def measured_gpu(tmp_path_factory: pytest.TempPathFactory) -> tuple["DeviceModel", bool]:
+    """(what `this_device` measures on the GPU now, whether other programs used the GPU meanwhile).
+
+    Rates of this minute, which nothing else reads: they may be disturbed. All dtypes take some ten seconds.
+    """
+    import torch
+
+    from nanovllm.hardware.gpu_presets import this_device
+    from tests.shared_gpu import gpu_is_shared
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOVLLM_CACHE", str(tmp_path_factory.mktemp("rates")))
+        shared = gpu_is_shared()
+        found = this_device(torch.device("cuda", torch.cuda.current_device()), refresh=True)
+    return found, gpu_is_shared() or shared
 
 
 @pytest.fixture(scope="session")

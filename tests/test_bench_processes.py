@@ -9,8 +9,12 @@ import sys
 import time
 
 import pytest
+import torch
 
 import bench
+from nanovllm.bench import launcher
+from nanovllm.bench.job import Job
+from nanovllm.bench.workloads import WORKLOADS
 from nanovllm.models.model_presets import PRESETS
 from tests.bench.perfetto_reading import check
 from tests.shared_gpu import memory_utilization
@@ -122,13 +126,30 @@ def test_ctrl_c_writes_what_was_measured(tiny_qwen3, tmp_path):
             os.kill(child, 0)
 
 
+FOUR_LAYERS = {**PRESETS["qwen3-0.6b"], "num_hidden_layers": 4}
+"""Engines of it, of which a profile takes two, are made sooner than those of 28."""
+
+
+@pytest.mark.gpu
+def test_an_engine_in_a_process_of_its_own_on_a_gpu():
+    """Without kernels of ours, which it would compile beside the processes of other tests."""
+    options, tiny = {"num_kvcache_blocks": 20, "use_custom_kernels": False}, WORKLOADS["tiny"]
+    job = Job("nanovllm", "native", "qwen3-0.6b", (tiny,), FOUR_LAYERS, options, repeat=1)
+    rows, said = [], []
+    launch = launcher.in_child([sys.executable, str(ROOT / "bench.py")])
+    launcher.measure_rows(launch, job, rows.append, lambda kind, content: said.append(kind))
+    assert [(row.workload, row.error) for row in rows] == [("tiny", None)] and said == ["loading", "started"]
+    assert rows[0].about["device"] == torch.cuda.get_device_name()
+    assert [repeat.output_tokens for repeat in rows[0].repeats] == [tiny.num_requests * tiny.output_len]
+
+
 @pytest.mark.gpu
 @pytest.mark.alone
 def test_shares_of_the_limit_stay_below_all_of_it_on_a_gpu(tmp_path, monkeypatch):
-    """Of four layers: the engines, of which a profile takes two more, are made sooner than with 28."""
-    monkeypatch.setitem(PRESETS, "qwen3-0.6b", {**PRESETS["qwen3-0.6b"], "num_hidden_layers": 4})
+    """In this process: five others would each import PyTorch, start CUDA and load all kernels."""
+    monkeypatch.setitem(PRESETS, "qwen3-0.6b", FOUR_LAYERS)
     memory = str(memory_utilization(0.2))
-    given = "--preset qwen3-0.6b --workload bs1,bs128,prefill --repeat 1 --gpu-memory-utilization"
+    given = "--in-process --preset qwen3-0.6b --workload bs1,bs128,prefill --repeat 1 --gpu-memory-utilization"
     assert bench.main([*given.split(), memory, "--profile-dir", str(tmp_path), "--json", str(tmp_path / "j")]) == 0
     for row in json.loads((tmp_path / "j").read_text())["rows"]:
         assert row["error"] is None and 0.02 < max(row["mbu"], row["mfu"]) <= 1

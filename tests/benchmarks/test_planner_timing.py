@@ -210,7 +210,7 @@ def test_timing_on_a_gpu(tmp_path, monkeypatch):
     listener = lambda *, src, cache_hit, **rest: cache_hit or missed.append(src.name)  # noqa: E731
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.knobs.compilation, "listener", listener)
-    queue = CompileQueue(4)
+    queue = CompileQueue(len(os.sched_getaffinity(0)))
     try:
         with torch.inference_mode():
             found = prove(model, problems, timing.GpuTimer(model, queue.failure), 300, 8, queue).document()

@@ -5,7 +5,6 @@ import torch
 
 from nanovllm.hardware.gpu_presets import PRESETS, device_model, dtype_name, measured, model_of, this_device
 from nanovllm.hardware.measured_rates import Rates
-from tests.shared_gpu import gpu_is_shared
 
 
 @pytest.mark.parametrize("model", PRESETS.values(), ids=PRESETS)
@@ -155,17 +154,15 @@ def test_a_ring_visits_every_line_once():
 
 @pytest.mark.gpu
 @pytest.mark.alone
-def test_measured_on_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOVLLM_CACHE", str(tmp_path))
-    shared = gpu_is_shared()
-    found = this_device(torch.device("cuda", torch.cuda.current_device()), refresh=True)
+def test_measured_on_a_gpu(measured_gpu):
+    found, shared = measured_gpu
     assert {"bandwidth", "dram_latency", "l2_latency", "launch"} <= set(found.measured)
     narrow = {"matmul[float8]", "matmul[int8]"}  # PyTorch may lack these
     assert {f"matmul[{dtype}]" for dtype in found.matmul} - narrow <= set(found.measured)
     assert found.sms == torch.cuda.get_device_properties(0).multi_processor_count
     assert found.name not in PRESETS or device_model(found.name).name == found.name
     assert 0 < found.l2_latency < 1e-4 and 0 < found.dram_latency < 1e-4
-    if shared or gpu_is_shared():
+    if shared:
         pytest.skip("another program uses the GPU, so its latencies say nothing")
     assert 5e-8 < found.l2_latency < found.dram_latency < 2e-6
 
