@@ -25,4 +25,4 @@ def test_those_of_make_test():
 @pytest.mark.slow
 def test_slow_ones():
     files = [path for path in FILES if "mark.slow" in path.read_text()]
-    check_interpreted(*files, "-m", "triton and slow and not gpu", "-n", "2", "--dist", "loadfile")
+    check_interpreted(*files, "-m", "triton and slow and not gpu")

@@ -149,7 +149,7 @@ CAPTURED = dict(
 FAULTS = {
     "stops": (
         "draw = lambda *arguments: time.sleep(300)",
-        "rank 1 did not come to a sum over the ranks for 20 s; it hangs",
+        "rank 1 did not come to a sum over the ranks for 10 s; it hangs",
     ),
     "hangs": ("time.sleep(300)", "rank 1 did not answer for 3 s: it"),
     "fails": (
@@ -204,7 +204,7 @@ def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
             kernel_plugins=[str(plugin)],
             use_custom_kernels=True,
             **CAPTURED if fault == "captures" else {},
-            rank_timeout={"hangs": 3, "stops": 20}.get(fault, 60),
+            rank_timeout={"hangs": 3, "stops": 10}.get(fault, 60),
         )
         llm.engine.runner.group.captured.add(graph)
         events.append("started")

@@ -48,13 +48,13 @@ def test_sanitizers_find_nothing(tmp_path, arch, sanitizer):
 def test_every_kind_of_processor_gives_the_same(arch, needs, tmp_path):
     """Without AVX2, which is the plain C++; with AVX2; with AVX-VNNI; with AVX-512 and without AMX.
 
-    At -O1, which compiles in a third of the time; the library of this processor is tested at -O3.
+    At -O0, which compiles in a sixth of the time; the library of this processor is tested at -O3.
     """
     if f" {needs} " not in Path("/proc/cpuinfo").read_text():
         pytest.skip(f"this processor has no {needs}")
     files = (HERE / f"test_cpu_{name}.py" for name in ("products", "checkpoint_formats", "sample"))
     compiler = tmp_path / "c++"
-    compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} "$@" -O1\n')
+    compiler.write_text(f'#!/bin/sh\nexec {build.compiler()} "$@" -O0\n')
     compiler.chmod(0o755)
     environment = {"NANOVLLM_CPU_ARCH": arch, "CXX": str(compiler), "NANOVLLM_CACHE": str(tmp_path)}
     done = subprocess.run(

@@ -105,8 +105,9 @@ def test_items_of_several_tiles(programs, wide):
 
 @pytest.mark.parametrize("case, options", [
     (([50, 0, 33], [200, 0, 33], 4, 2, 64, 16, 2, 2), dict(plan=dict(tile=64, stages=3), window=70)),
-    (([33, 5], [200, 140], 6, 1, 96, 64, 2, 3), dict(soft_cap=20.0)),
-    (([40, 3], [130, 3], 4, 1, 256, 64, 1, 4), {}),  # one buffer of queries
+    (([33, 5], [200, 140], 8, 2, 96, 64, 2, 3), dict(window=100)),
+    # One buffer of queries; the window is longer than the sequences.
+    (([40, 3], [130, 3], 4, 2, 256, 256, 1, 4), dict(window=4096, soft_cap=50.0)),
 ])  # fmt: skip
 def test_options(case, options):
     check(*case, **options)
