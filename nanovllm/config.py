@@ -180,7 +180,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "load_format": _one_of("auto", "safetensors", "gguf", "dummy"),
     "dtype": _one_of(*DTYPES),
     "quantization": (
-        _or_none(_one_of(*QUANTIZATION)[0]), f"must be one of {', '.join(QUANTIZATION)}, or None",
+        _or_none(_one_of(*QUANTIZATION)[0]),
+        f"must be one of {', '.join(QUANTIZATION)}; leave it out for the checkpoint's own",
     ),
     "lm_head_quantization": (
         _or_none(_one_of("fp8", "int8")[0]), "must be fp8 or int8, or None for what the checkpoint has",

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.main import get_command
 
-from nanovllm.cli import main
+from nanovllm.cli import app, main
+from nanovllm.cli.command_group import with_option
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.registry import temporary
 from tests import tiny
@@ -62,16 +64,29 @@ def test_an_empty_completion_is_explained(smollm2_path):
         assert ("a completion is empty" in done.stderr) == ("`nanovllm chat`" in done.stderr) == (empty in prompts)
 
 
+def test_an_error_names_the_option_in_place_of_pythons_argument():
+    command = get_command(app).get_command(None, "generate")
+    for message, said in [
+        ("max_model_len=0: must be", "--max-model-len=0: must be"),
+        ("kernel_plugin: x", "--kernel-plugin: x"),
+        ("prompts: expected a file", "PROMPTS: expected a file"),
+        ("no preset 'dtype: x'", "no preset 'dtype: x'"),
+        ("dtype of the cache: x", "dtype of the cache: x"),
+        ("other: x", "other: x"),
+    ]:
+        assert with_option(message, command.params) == said
+
+
 def test_what_a_user_can_mend_is_one_line(tmp_path):
     tiny.save(tmp_path / "tiny")
     for args, said in [
         (("--model", str(tmp_path)), "holds no config.json"),
         (("--model", str(tmp_path / "tiny")), "holds no tokenizer"),
-        (("--dtype", "bf"), "dtype='bf': must be one of auto"),
-        (("--device", "tpu"), "device='tpu'"),
-        (("--max-model-len", "0"), "max_model_len=0"),
-        (("--temperature", "-1"), "temperature=-1.0: must be at least 0"),
-        (("--top-p", "2"), "top_p=2.0"),
+        (("--dtype", "bf"), "--dtype='bf': must be one of auto"),
+        (("--device", "tpu"), "--device='tpu'"),
+        (("--max-model-len", "0"), "--max-model-len=0: must"),
+        (("--temperature", "-1"), "--temperature=-1.0: must be at least 0"),
+        (("--top-p", "2"), "--top-p=2.0"),
     ]:
         done = run_here("generate", "x", *args)
         assert done.returncode == 1 and done.stderr.startswith("nanovllm: ") and said in done.stderr

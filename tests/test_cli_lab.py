@@ -123,14 +123,14 @@ def test_mlp(tmp_path):
     "args, said",
     [
         (("gelu", "--sizes", "12x"), "--sizes 12x: expected whole numbers"),
-        (("gelu", "--sizes", "0"), "sizes: expected numbers from 1 to 32768, not 0"),
+        (("gelu", "--sizes", "0"), "--sizes: expected numbers from 1 to 32768, not 0"),
         (("gelu", "--dtype", "int8"), "--dtype int8: expected one of bfloat16, float16, float32"),
-        (("gelu", "--way", "cude"), "way: expected one of plain"),
+        (("gelu", "--way", "cude"), "--way: expected one of plain"),
         (("gelu", "--gpu", "v100"), "no preset for 'v100'"),
         (("gelu", "--device", "tpu"), "not a device"),
-        (("mlp", "--sweep", "width"), "sweep: expected one of"),
-        (("mlp", "--factors", "2,1"), "factors: expected ascending"),
-        (("mlp", "--dim", "0"), "dim: expected a number from 1"),
+        (("mlp", "--sweep", "width"), "--sweep: expected one of"),
+        (("mlp", "--factors", "2,1"), "--factors: expected ascending"),
+        (("mlp", "--dim", "0"), "--dim: expected a number from 1"),
     ],
 )
 def test_bad_input_is_a_valueerror_that_names_it(args, said):

@@ -72,6 +72,16 @@ def test_a_timed_status_line_counts_its_seconds_until_it_is_taken_away(monkeypat
     assert shown.getvalue() == after and after.endswith("\r\x1b[2K")
 
 
+def test_a_status_line_names_what_is_loaded(monkeypatch):
+    from nanovllm.cli.kernels_common import prepare
+
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    prepare("cpu", None)
+    texts = [text for text in shown.getvalue().split("\r\x1b[2K") if text]
+    assert "loading the kernels ..." in texts and all(text.endswith(" ...") for text in texts)
+
+
 @pytest.mark.parametrize("level", [logging.WARNING, logging.INFO])
 def test_what_takes_long_is_announced_once_and_not_as_a_warning(level, caplog, capsys):
     logger = logging.getLogger("nanovllm.kernels.cpu.build")

@@ -1,7 +1,9 @@
-"""A group of commands whose help shows the first sentence of each command in full."""
+"""A group of commands: its help shows the first sentence of each command in full, and errors name options."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from typer.core import TyperGroup
@@ -16,3 +18,26 @@ class CommandGroup(TyperGroup):
         if rows:
             with formatter.section("Commands"):
                 formatter.write_dl(rows)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. A ValueError that begins with an argument's name in Python then has the option's name."""
+        try:
+            return super().invoke(ctx)
+        except ValueError as e:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is not None and len(e.args) == 1 and isinstance(e.args[0], str):
+                e.args = (with_option(e.args[0], command.params),)
+            raise
+
+
+def with_option(message: str, parameters: Iterable[Any]) -> str:
+    """A message that begins with "name:" or "name=" of one of a command's parameters, as the command line has it.
+
+    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...", and "kind: ..." of an argument "KIND: ...".
+    """
+    begin = re.match(r"([a-z]\w*)(?=[:=])", message)
+    for parameter in parameters if begin else ():
+        if begin and parameter.name == begin[1]:
+            long = [name for name in parameter.opts if name.startswith("--")]
+            return (long[0] if long else parameter.name.upper()) + message[begin.end() :]
+    return message

@@ -1,5 +1,8 @@
 """docs/CUSTOM_KERNEL_QUICKSTART.md does what it says: every block is run, and every line that it shows is printed."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.docs.runnable_markdown import NEEDS, Workplace, blocks, check, missing_line
@@ -20,6 +23,14 @@ def test_what_the_document_has_to_have():
         assert any(f"kernels {wanted}" in c for c in commands), wanted
     assert any("nanovllm generate" in c and "--kernel-plugin" in c for c in commands)
     assert any("load_inline" in b.text and "gpu" in b.words for b in document)
+
+
+def test_the_script_without_a_model_says_what_is_missing(tmp_path):
+    (script,) = [b for b in blocks(QUICKSTART.read_text()) if b.file == "run.py"]
+    (tmp_path / "run.py").write_text(script.text)
+    for arguments in ([], ["a", "b"]):
+        done = subprocess.run([sys.executable, "run.py", *arguments], capture_output=True, text=True, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (1, "usage: python run.py MODEL, such as ./small-qwen3\n")
 
 
 def test_comparison_sees_a_difference():
