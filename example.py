@@ -1,13 +1,16 @@
 """Generate text: three chat prompts, or one of yours.
 
-python example.py                                   # SmolLM2-135M-Instruct, downloaded once; on a GPU or a CPU
-python example.py --model ~/models/Qwen3-0.6B --prompt "Why is the sky blue?" --max-tokens 200
+    python example.py    # SmolLM2-135M-Instruct, downloaded once
+    python example.py --prompt "Why is the sky blue?" --max-tokens 200
+    python example.py --model ~/models/Qwen3-0.6B
+
+A GPU is used if there is one.
 """
 
 import argparse
 import time
 
-from nanovllm.console import StatusLine, run_program, show_warnings
+from nanovllm.console import StatusLine, run_program, say, show_warnings
 
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
@@ -21,10 +24,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--model", help="a Hugging Face directory, a hub id or a .gguf file (default: SmolLM2-135M-Instruct)"
     )
-    parser.add_argument("--prompt", action="append", help="repeatable (default: three examples)")
+    parser.add_argument("--prompt", action="append", help="a prompt; repeatable (default: three examples)")
     parser.add_argument("--max-tokens", type=int, default=160, help="most tokens in an answer (default: 160)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 for always the most likely token")
-    parser.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
+    parser.add_argument(
+        "--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None,
+        help="custom kernels, or every op's PyTorch reference (default: custom)",
+    )  # fmt: skip
     return parser.parse_args()
 
 
@@ -61,7 +67,7 @@ def main() -> None:
     num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
     num_output = sum(len(o["token_ids"]) for o in outputs)
     first = min(o.metrics.time_to_first_token for o in outputs)
-    print(
+    say(
         f"\n{num_prompt} prompt tokens, {num_output} output tokens, first token after {first:.2f} s,"
         f" {num_output / elapsed:.0f} output tokens/s; device: {llm.device_name}; kernels: {llm.kernels.summary()}"
     )

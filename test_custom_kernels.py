@@ -1,13 +1,17 @@
-"""Are the custom kernels right, and faster? Every op and provider on this machine.
+"""Are the custom kernels right, and faster? Every op and provider, here.
 
-    python test_custom_kernels.py                     # all ops
-    python test_custom_kernels.py rms_norm softmax    # some: all whose names begin with one of these
+    python test_custom_kernels.py                   # all ops
+    python test_custom_kernels.py rms_norm softmax  # whose names begin so
 
-Four sections: correctness against the reference in float64, time, peak memory, and a profile of the kernels that ran;
-then one table with a line for each op and provider. Without a GPU it verifies through Triton's interpreter, on small
-shapes. It is a pytest module as well: `pytest test_custom_kernels.py`. There the interpreter is not chosen, and without
-a GPU the tests of the Triton providers are skipped; `TRITON_INTERPRET=1 pytest test_custom_kernels.py -k rms_norm` runs
-them.
+Four sections: correctness against the reference in float64, time, peak memory,
+and a profile of the kernels that ran; then one table with a line for each op
+and provider. Without a GPU it verifies through Triton's interpreter, on small
+shapes.
+
+It is a pytest module as well: `pytest test_custom_kernels.py`. There the
+interpreter is not chosen, and without a GPU the tests of the Triton providers
+are skipped; `TRITON_INTERPRET=1 pytest test_custom_kernels.py -k rms_norm`
+runs them.
 """
 
 import argparse

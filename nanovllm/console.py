@@ -63,6 +63,8 @@ def _exit_code(main: Callable[[], int | None]) -> int:
     except SystemExit as e:
         if isinstance(getattr(e.__context__, "__cause__", None), KeyboardInterrupt):
             raise KeyboardInterrupt from None  # Ctrl-C that no command caught: typer would exit without a word
+        if isinstance(e.__context__, BrokenPipeError):
+            raise e.__context__ from None  # typer exits with 1
         if e.code is None or isinstance(e.code, int):
             return e.code or 0
         print(e.code, file=sys.stderr)

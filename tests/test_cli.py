@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -54,6 +55,8 @@ def test_generate_and_chat(smollm2_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n\n"))
     done = run_here("chat", "--max-tokens", "12", "--temperature", "0")
     assert done.returncode == 0 and "Paris" in done.stdout
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # Ctrl-D
+    assert run_here("chat").stdout.endswith("> \n")
 
 
 def test_an_empty_completion_is_explained(smollm2_path):
@@ -69,7 +72,7 @@ def test_an_error_names_the_option_in_place_of_pythons_argument():
     for message, said in [
         ("max_model_len=0: must be", "--max-model-len=0: must be"),
         ("kernel_plugin: x", "--kernel-plugin: x"),
-        ("prompts: expected a file", "PROMPTS: expected a file"),
+        ("prompts: expected a file", "prompts: expected a file"),
         ("no preset 'dtype: x'", "no preset 'dtype: x'"),
         ("dtype of the cache: x", "dtype of the cache: x"),
         ("other: x", "other: x"),
@@ -83,6 +86,7 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         (("--model", str(tmp_path)), "holds no config.json"),
         (("--model", str(tmp_path / "tiny")), "holds no tokenizer"),
         (("--dtype", "bf"), "--dtype='bf': must be one of auto"),
+        (("--model", "none/such"), "nanovllm: --model='none/such' is no local directory"),
         (("--device", "tpu"), "--device='tpu'"),
         (("--max-model-len", "0"), "--max-model-len=0: must"),
         (("--temperature", "-1"), "--temperature=-1.0: must be at least 0"),
@@ -139,8 +143,7 @@ def test_a_closed_pipe_and_ctrl_c_leave_no_traceback():
     program = [sys.executable, "-m", "nanovllm", "kernels", "list"]
     pipe = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pipe.stdout.close()
-    assert pipe.stderr.read() == ""
-    pipe.wait()
+    assert pipe.stderr.read() == "" and pipe.wait() == 0
     bench = [sys.executable, "-u", "-m", "nanovllm", "kernels", "bench", "--device", "cpu"]
     process = subprocess.Popen(bench, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = [process.stdout.readline() for _ in range(4)]
@@ -338,3 +341,10 @@ def test_programs_end_without_a_traceback(program, smollm2_path):
     process.stdout.readline()
     process.stdout.close()
     assert "Traceback" not in process.stderr.read() and process.wait(timeout=100) == 0
+
+
+@pytest.mark.parametrize("program", ["example.py", "bench.py", "test_custom_kernels.py"])
+def test_the_help_of_a_script_fits_80_columns(program):
+    command = [sys.executable, program, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "80"})
+    assert done.returncode == 0 and max(map(len, done.stdout.splitlines())) <= 80

@@ -142,13 +142,19 @@ def test_compiled_beside_predicted():
     [
         ("gemm --m 0 --n 1 --k 1", "--m: expected a positive integer, not 0"),
         ("gemm --m 1 --n 1 --k 1 --gpu h300", "--gpu: no preset for 'h300'; known are h100, h200, "),
-        ("gemm --m 1 --n 1 --k 1 --dtype fp61", "--dtype: expected one of bfloat16, float16, float32, tfloat32, float8"),
-        ("gemm --m 1 --n 1 --k 1 --dtype int8", "--dtype: expected one of bfloat16, float16, float32, tfloat32, float8"),
+        (
+            "gemm --m 1 --n 1 --k 1 --dtype fp61",
+            "--dtype: expected one of bfloat16, float16, float32, tfloat32, float8",
+        ),
+        (
+            "gemm --m 1 --n 1 --k 1 --dtype int8",
+            "--dtype: expected one of bfloat16, float16, float32, tfloat32, float8",
+        ),
         ("gemm --m 1 --n 1 --k 1 --weight int3", "--weight: expected one of int4, int8, float8, not 'int3'; did you"),
         ("gemm --m 1 --n 1 --k 128 --weight int4 --compile", "gemm: no kernel of nanovllm multiplies bfloat16 by int4"),
         ("attention --query 8 --context 4", "--context: expected at least the 8 query tokens, not 4"),
         ("conv --channels 1 --filters 1 --height 2 --width 2 --kernel 3x3x3", "--kernel: expected a size such as 3"),
-        ("reduction median --rows 4 --size 4", "KIND: expected one of softmax, layer_norm, rms_norm, not 'median'"),
+        ("reduction median --rows 4 --size 4", "kind: expected one of softmax, layer_norm, rms_norm, not 'median'"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(args, message):

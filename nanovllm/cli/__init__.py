@@ -133,7 +133,8 @@ def chat(
         try:
             question = input("\n> ").strip()
         except (EOFError, KeyboardInterrupt):
-            question = ""
+            print()  # the shell's prompt begins a line
+            return
         if not question:
             return
         messages.append({"role": "user", "content": question})

@@ -20,10 +20,10 @@ class CommandGroup(TyperGroup):
                 formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. A ValueError that begins with an argument's name in Python then has the option's name."""
+        """Run a command. Errors that begin with the name of an argument in Python then have the option's."""
         try:
             return super().invoke(ctx)
-        except ValueError as e:
+        except (ValueError, FileNotFoundError) as e:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if command is not None and len(e.args) == 1 and isinstance(e.args[0], str):
                 e.args = (with_option(e.args[0], command.params),)
@@ -31,13 +31,13 @@ class CommandGroup(TyperGroup):
 
 
 def with_option(message: str, parameters: Iterable[Any]) -> str:
-    """A message that begins with "name:" or "name=" of one of a command's parameters, as the command line has it.
+    """A message that begins with "name:" or "name=" of an option in Python, as the command line has the option's name.
 
-    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...", and "kind: ..." of an argument "KIND: ...".
+    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...".
     """
     begin = re.match(r"([a-z]\w*)(?=[:=])", message)
     for parameter in parameters if begin else ():
-        if begin and parameter.name == begin[1]:
-            long = [name for name in parameter.opts if name.startswith("--")]
-            return (long[0] if long else parameter.name.upper()) + message[begin.end() :]
+        long = [name for name in parameter.opts if name.startswith("--")]
+        if begin and parameter.name == begin[1] and long:
+            return long[0] + message[begin.end() :]
     return message
