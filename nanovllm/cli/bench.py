@@ -138,6 +138,7 @@ def _bar(name: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
+    shown = shown and sys.stderr.isatty()  # elsewhere rich prints an empty line
     with Progress(console=Console(stderr=True), disable=not shown, transient=True) as progress:
         task = progress.add_task(name, total=total)
         yield lambda done: progress.update(task, completed=done)

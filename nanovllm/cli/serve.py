@@ -69,6 +69,8 @@ def _serve_options(
 ) -> ServeOptions:
     from nanovllm.serve.options import ServeOptions
 
+    if limits.max_body_mib < 1:
+        raise ValueError(f"--max-body-mib {limits.max_body_mib}: must be at least 1")
     bounds = vars(limits) | {"max_body_bytes": limits.max_body_mib << 20}
     del bounds["max_body_mib"]
     return ServeOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 
@@ -58,9 +59,18 @@ class ServeOptions:
                 least = "of at least 0" if name == "drain" else "above 0"
                 raise ValueError(f"{name}={value!r}: must be a number of seconds {least}")
         if self.max_per_key is not None and self.max_per_key < 1:
-            raise ValueError(f"max_per_key={self.max_per_key!r}: must be at least 1, or None for any number")
+            raise ValueError(f"max_per_key={self.max_per_key!r}: must be at least 1; leave it out for any number")
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names: a model needs a name; pass --served-model-name")
+        for origin in self.cors_origins:
+            if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(
+                    f"cors_origin={origin!r}: must be an origin without a path, such as https://app.example.com, or *"
+                )
+        if not re.fullmatch(r"([A-Za-z_:][A-Za-z0-9_:]*)?", self.metrics_prefix):
+            raise ValueError(
+                f"metrics_prefix={self.metrics_prefix!r}: must be letters, digits, _ and :, not beginning with a digit"
+            )
         for i, key in enumerate(self.api_keys, 1):  # a message must not tell the key
             if len(key) < 8 or not key.isascii() or not key.isprintable():
                 raise ValueError(

@@ -49,6 +49,8 @@ class Listener:
     tls: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host='': names no address; 127.0.0.1 is this machine, 0.0.0.0 all of its interfaces")
         given = dict(self.tls)
         if given and not given.get("ssl_certfile"):
             raise ValueError(f"{min(given)}: needs a certificate; pass --ssl-certfile as well")

@@ -17,10 +17,12 @@ class Tracing:
         exporter: for tests: what gets the spans, in place of the collector.
 
     Raises:
-        ValueError: the packages are not installed.
+        ValueError: the endpoint is no address, or the packages are not installed.
     """
 
     def __init__(self, endpoint: str, model: str, exporter: Any = None) -> None:
+        if not endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"otlp_endpoint={endpoint!r}: must be an address such as http://127.0.0.1:4318/v1/traces")
         try:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider

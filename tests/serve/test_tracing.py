@@ -14,7 +14,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 def test_spans(model_path):
     spans = InMemorySpanExporter()
     with RunningServer(model_path) as server:
-        server.server.service.generated = Tracing("", "model", spans).record
+        server.server.service.generated = Tracing("http://127.0.0.1:4318/v1/traces", "model", spans).record
         body = {"prompt": "hello", "max_tokens": 5, "ignore_eos": True, "temperature": 0.5}
         server.client.post("/v1/completions", json=body, headers={"traceparent": PARENT, "x-request-id": "mine"})
         with server.client.stream("POST", "/v1/completions", json=body | {"max_tokens": 250, "stream": True}) as answer:
