@@ -9,6 +9,7 @@ side. Sides:
 
     plain       transformers
     nanovllm    after `apply`: the attention alone
+    attention   after `apply` with `attention_dense` named, so that no forward of a module is replaced
     named       after `apply` with all ops named: each is a call in the graph
     traced      as `named`, norms, rotations and activations by their references, which Inductor compiles
     packed      as `traced`, and attention by transformers: joined projections alone
@@ -48,8 +49,8 @@ REPEATS = 2
 NOT_PACKED = "attention_dense", "attention_decode"
 TRACED: dict[str, Any] = {op: () if op in NOT_PACKED else "native" for op in OPS}
 SIDES: dict[str, dict[str, Any] | None] = {
-    "nanovllm": None, "eager": None, "named": dict.fromkeys(OPS, ()), "traced": TRACED,
-    "packed": {op: by for op, by in TRACED.items() if by},
+    "nanovllm": None, "attention": {"attention_dense": ()}, "eager": None, "named": dict.fromkeys(OPS, ()),
+    "traced": TRACED, "packed": {op: by for op, by in TRACED.items() if by},
 }  # fmt: skip
 """Those with `apply`, and its ops."""
 
@@ -118,6 +119,7 @@ class Compiled:
 
         breaks = counters["graph_break"]
         stats = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(breaks.values())}
+        stats["skips"] = counters["inductor"]["cudagraph_skips"]
         stats["reasons"] = [why[:1200] for why in breaks]
         works = [work.name for work in self._works]
         return {"took": time.perf_counter() - started, "pid": os.getpid(), "works": works, "failures": failures} | stats
@@ -174,7 +176,7 @@ class Turns:
                 self._fail(f"{model}, {side}: {text}" if text else "")
             if reply is not None and not error:
                 found[side] = reply
-                graphs = f"{reply['graphs']} graphs, {reply['breaks']} breaks"
+                graphs = f"{reply['graphs']} graphs, {reply['breaks']} breaks, {reply['skips']} CUDA graphs skipped"
                 print(f"{model}, {side}: ready after {reply['took']:.0f} s; {graphs}", flush=True)
                 for why in reply["reasons"]:
                     print(f"{model}, {side}: a graph breaks: {why}", file=sys.stderr, flush=True)
