@@ -173,12 +173,12 @@ def _layers(entries: Entries, family: Family, architecture: str, num_layers: int
 
 
 def _scales(entries: Entries, family: Family, head_dim: int) -> dict[str, Any]:
+    if entries.flag("use_bidirectional_attention"):
+        fail("use_bidirectional_attention", True, " is not supported; the model is no causal language model")
     if not family.gemma:
         return dict(
             attention_scale=head_dim**-0.5, attention_soft_cap=None, logit_soft_cap=None, embedding_scale=1.0
         )  # fmt: skip
-    if entries.flag("use_bidirectional_attention"):
-        fail("use_bidirectional_attention", True, " is not supported; the model is no causal language model")
     scalar = entries.optional_number("query_pre_attn_scalar", 256.0)
     if scalar is None:
         fail("query_pre_attn_scalar", None, ": must be a number above 0")

@@ -71,3 +71,11 @@ def test_generate_and_chat_know_them_too():
     for command in (["generate", "hi"], ["chat"]):
         result = CliRunner().invoke(app, [*command, "--enable-lora"])
         assert str(result.exception) == "--enable-lora: LoRA is not supported; merge the adapter into the weights"
+
+
+@pytest.mark.parametrize("command", ["generate hello", "chat"])
+@pytest.mark.parametrize("option", ["--gpu-memory-utilization 0.5", "--max-num-seqs=3", "--no-enable-prefix-caching"])
+def test_an_option_that_serve_alone_has_is_named(command, option):
+    done = CliRunner().invoke(app, f"{command} {option}".split())
+    name = option.split()[0].partition("=")[0]
+    assert str(done.exception) == f"{name}: this command lacks it; `nanovllm serve` has it, and in Python LLM(...)"

@@ -193,7 +193,7 @@ def test_bad_options(module):
     assert "expected one of them" in said("--preset", "qwen3-0.6b", "--module", "a:b")
     assert "predicted for the device that it is measured on" in said("--measure", "--device", "cpu", "--gpu", "h100")
     assert "expected package.module:function or file.py:function" in said("--module", "mine")
-    assert "there is no file nowhere.py" in said("--module", "nowhere.py:make")
+    assert said("--module", "nowhere.py:make") == "--module nowhere.py:make: there is no file nowhere.py"
     assert "cannot import nowhere" in said("--module", "nowhere:make")
     assert "has no function 'other'" in said("--module", f"{module}:other")
     assert "expected (module, arguments), not int" in said("--module", f"{module}:nothing")

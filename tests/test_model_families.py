@@ -101,6 +101,7 @@ LONG = dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
         ("Gemma3", dict(final_logit_softcapping=-3), "final_logit_softcapping=-3: must be a number above 0, or null"),
         ("Gemma3", dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0 is not supported"),
         ("Gemma3", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
+        ("Qwen2", QWEN | dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         ("Gemma3", dict(rope_parameters=dict(rope_type="default")), "rope_parameters=.*must be an object with 'fu"),
         (
             "Gemma3",

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from typer.core import TyperCommand
@@ -69,7 +70,7 @@ def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]
     """The arguments without the options of other engines.
 
     Raises:
-        ValueError: an option is not supported, or has another name here.
+        ValueError: an option is not supported, has another name here, or only `nanovllm serve` has it.
     """
     rest = iter(range(len(args)))
     for i in rest:
@@ -81,6 +82,8 @@ def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]
         if given == "--":
             yield from args[i:]
             return
+        if given.startswith("--") and given not in known and name.removeprefix("no_") in _of_serve():
+            raise ValueError(f"{given}: this command lacks it; `nanovllm serve` has it, and in Python LLM(...)")
         if given in known or not given.startswith("--") or argument is None:
             yield given + equals + value
             continue
@@ -90,6 +93,13 @@ def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]
         if not argument.is_harmless(_parsed(value) if value else not off):
             raise ValueError(f"{given}: {_as_options(argument.answer, known)}")
         say(f"{given} has no effect: {_as_options(argument.answer, known)}", sys.stderr)
+
+
+def _of_serve() -> frozenset[str]:
+    """The arguments of `LLM` that `nanovllm serve` has as options."""
+    from nanovllm.cli.serve_options import EngineOptions
+
+    return frozenset(field.name for field in fields(EngineOptions))
 
 
 def _argument(name: str) -> ForeignArgument | None:

@@ -100,10 +100,10 @@ def _function(text: str) -> Callable[[], Any]:
     place, colon, name = text.rpartition(":")
     if not colon or not place or not name:
         raise ValueError(f"--module {text}: expected package.module:function or file.py:function")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise ValueError(f"--module {text}: there is no file {place}")
     try:
         if place.endswith(".py"):
-            if not Path(place).is_file():
-                raise ValueError(f"--module {text}: there is no file {place}")
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
             assert spec is not None and spec.loader is not None
             loaded = importlib.util.module_from_spec(spec)
