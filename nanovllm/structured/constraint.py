@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,15 +18,23 @@ from nanovllm.weights.bare_tokenizer import whole_tokenizer
 
 _COMPILED = 128
 """Grammars that are kept compiled."""
-_MATCHERS, _MATCHERS_SECONDS = 8, 0.1
+_MATCHERS, _MATCHERS_SECONDS = 32, 0.1
 """A grammar gets so many matchers that share nothing, if compiling them takes at most so many seconds together. A copy
 (`LLMatcher.deep_copy`) shares a lock with its original: threads fill the masks of copies one after the other."""
+_MATCHERS_OF_ENGINE = 256
+"""Matchers of all grammars, from which on a grammar gets no further one: each has a lexer of its own, about 0.1 MiB."""
 SLOW_MASK_SECONDS, _SLOW_MASKS_SECONDS = 0.01, 0.5
 """Masks slower than the former may take a sequence the latter together; then it ends. All sequences wait for a mask."""
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
-_SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{1,{n}}}" for n in (*range(1, 11), 30)), f"{_IN_STRING}+")
-"""Sets of tokens that llguidance allows as a whole. Near the end of a string with a `maxLength` it looks at every token
-outside of the set of that length: the lengths below 10, which it lacks by default, make such masks a third cheaper."""
+_LENGTHS = (
+    (1, 4), (1, 2), (1, 1), (2, 2), (3, 4), (3, 3), (4, 4), (5, 8), (5, 6), (5, 5), (6, 6), (7, 8), (7, 7), (8, 8),
+    (9, 16), (9, 12), (9, 10), (9, 9), (10, 10), (11, 12), (11, 11), (12, 12), (13, 16), (13, 14), (13, 13), (14, 14),
+    (15, 16), (15, 15), (16, 16), (17, 32),
+)  # fmt: skip
+_SLICES = (r"[\x20\x0A\x0D\x09]+", *(f"{_IN_STRING}{{{low},{high}}}" for low, high in _LENGTHS), f"{_IN_STRING}+")
+"""Sets of tokens that llguidance allows as a whole, if the grammar allows all texts of that form. Near the end of a
+string with a `maxLength` some of these sets have tokens that are too long, and llguidance walks over each such set. The
+lengths are halves of halves, so it walks over few sets, and once over a beginning that tokens of a set share."""
 
 
 class TokenConstraint:
@@ -114,20 +122,51 @@ class TokenConstraint:
 
 
 class _Grammar:
-    """A compiled grammar: one or several matchers at its beginning, which share nothing."""
+    """A compiled grammar: one or several matchers at its beginning, which share nothing.
 
-    def __init__(self, compile_: Callable[[], Any]) -> None:
+    It compiles a further one when sequences use all of them.
+
+    Args:
+        compile_: makes a matcher.
+        has_room: whether the engine may have another matcher.
+    """
+
+    def __init__(self, compile_: Callable[[], Any], has_room: Callable[[], bool]) -> None:
+        self._compile, self._has_room = compile_, has_room
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+        """That compiling took."""
+        self._matchers: list[Any] = []
+        self._users: list[weakref.WeakSet[TokenConstraint]] = []
+        """By matcher: the constraints with a copy of it."""
+        self._add()
+
+    def __len__(self) -> int:
+        return len(self._matchers)
+
+    def constraint(
+        self, allowed: np.ndarray | None, num_words: int, end_token_ids: Sequence[int]
+    ) -> TokenConstraint:  # fmt: skip
+        """A constraint at the beginning, with a copy of the matcher that the fewest others use."""
+        with self._lock:
+            index = min(range(len(self._users)), key=lambda i: len(self._users[i]))
+            if self._users[index] and self._may_add():
+                index = len(self._matchers)
+                self._add()
+            matcher = self._matchers[index]
+            made = TokenConstraint(matcher.deep_copy(), allowed, num_words, end_token_ids, id(matcher))
+            self._users[index].add(made)
+            return made
+
+    def _may_add(self) -> bool:
+        count = len(self._matchers)
+        return count < _MATCHERS and self._seconds * (count + 1) / count <= _MATCHERS_SECONDS and self._has_room()
+
+    def _add(self) -> None:
         start = time.perf_counter()
-        self._matchers = [compile_()]
-        seconds = time.perf_counter() - start
-        for _ in range(min(_MATCHERS - 1, int((_MATCHERS_SECONDS - seconds) / seconds))):
-            self._matchers.append(compile_())
-        self._groups = itertools.cycle([(id(matcher), matcher) for matcher in self._matchers])
-
-    def copy(self) -> tuple[Any, int]:
-        """(a matcher at the beginning, its group), of the groups in turn."""
-        group, matcher = next(self._groups)
-        return matcher.deep_copy(), group
+        self._matchers.append(self._compile())
+        self._users.append(weakref.WeakSet())
+        self._seconds += time.perf_counter() - start
 
 
 class ConstraintMaker:
@@ -183,8 +222,7 @@ class ConstraintMaker:
             grammar = self._compile(params.structured_outputs)
         if grammar is None:
             return [TokenConstraint(None, allowed, num_words) for _ in range(params.n)]
-        copies = [grammar.copy() for _ in range(params.n)]
-        return [TokenConstraint(matcher, allowed, num_words, self._end_token_ids, group) for matcher, group in copies]
+        return [grammar.constraint(allowed, num_words, self._end_token_ids) for _ in range(params.n)]
 
     def _compile(self, spec: StructuredOutputs) -> _Grammar:
         if self._tokenizer is None:
@@ -209,12 +247,21 @@ class ConstraintMaker:
 
     def _new(self, spec: StructuredOutputs) -> _Grammar:
         vocabulary, text = self._vocabulary_of_model(), grammar_text(spec)
-        grammar = _Grammar(lambda: _matcher(vocabulary, text, spec.called))
+        grammar = _Grammar(lambda: _matcher(vocabulary, text, spec.called), self._has_room)
         with self._lock:
             self._compiled[spec] = grammar
             if len(self._compiled) > _COMPILED:
                 self._compiled.popitem(last=False)
         return grammar
+
+    @property
+    def num_matchers(self) -> int:
+        """Matchers of all compiled grammars."""
+        with self._lock:
+            return sum(map(len, self._compiled.values()))
+
+    def _has_room(self) -> bool:
+        return self.num_matchers < _MATCHERS_OF_ENGINE
 
     def _vocabulary_of_model(self) -> Any:
         if self._vocabulary is None:

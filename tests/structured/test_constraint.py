@@ -1,10 +1,12 @@
 """Masks of single sequences, and grammars that must not be compiled."""
 
+import gc
 import threading
 import time
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputs
 from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint, _Grammar
@@ -104,13 +106,22 @@ def test_completions_have_states_of_their_own(maker):
     assert allowed(first, sorted(ids("x"))) == ids("y") and allowed(second, []) >= ids("z")
 
 
-def test_completions_share_matchers_in_turn(maker):
+def test_sequences_get_matchers_of_their_own(maker):
     """Copies of one matcher share a lock, so that threads would fill their masks one after the other."""
-    each = [maker.make(SamplingParams(n=20, structured_outputs={"regex": f"[ab]{{{n}}}"})) for n in (5, 6, 7)]
+    each = [maker.make(SamplingParams(n=40, structured_outputs={"regex": f"[ab]{{{n}}}"})) for n in (5, 6, 7)]
     # A busy machine may make one compilation long, after which no further matcher is made.
     groups = max(([c.group for c in constraints] for constraints in each), key=lambda groups: len(set(groups)))
-    assert 2 <= len(set(groups)) <= 8
-    assert all(groups[i] == groups[i % len(set(groups))] for i in range(20))
+    count = len(set(groups))
+    assert 2 <= count <= 32 and all(groups[i] == groups[i % count] for i in range(40))
+
+
+def test_a_matcher_whose_sequence_has_ended_is_used_again(maker):
+    params = SamplingParams(structured_outputs={"regex": "[ab]{9}"})
+    (first,) = maker.make(params)
+    group, before = first.group, maker.num_matchers
+    del first
+    gc.collect()
+    assert maker.make(params)[0].group == group and maker.num_matchers == before
 
 
 @pytest.mark.parametrize("seconds, most", [(0.03, 4), (0.2, 1)])
@@ -119,11 +130,36 @@ def test_a_grammar_that_compiles_slowly_gets_fewer_matchers(seconds, most):
 
     def compile_():
         time.sleep(seconds)
-        made.append(object())
+        made.append(LLMatcher(LLTokenizer("byte"), "start: /[ab]*/"))
         return made[-1]
 
-    _Grammar(compile_)
-    assert 1 <= len(made) <= most
+    grammar = _Grammar(compile_, lambda: True)
+    users = [grammar.constraint(None, 1, ()) for _ in range(8)]
+    assert 1 <= len(made) == len({user.group for user in users}) <= most
+
+
+def test_all_grammars_together_have_a_bound():
+    room = [True, True, False]
+    grammar = _Grammar(lambda: LLMatcher(LLTokenizer("byte"), "start: /[ab]*/"), lambda: room.pop(0))
+    users = [grammar.constraint(None, 1, ()) for _ in range(4)]
+    assert len(grammar) == 3 == len({user.group for user in users})
+    maker = ConstraintMaker(TOKENIZER, SIZE, [END])
+    kept = [maker.make(SamplingParams(n=16, structured_outputs={"regex": f"[ab]{{{n}}}"})) for n in range(1, 41)]
+    assert len(kept) == 40 and maker.num_matchers <= 256 + 40
+
+
+def test_masks_near_the_end_of_a_string_are_exact(maker):
+    """The sets of tokens that llguidance takes as a whole change no mask."""
+    constraint = one(maker, structured_outputs={"json": {"type": "string", "maxLength": 20}})
+    output = TOKENIZER.encode('"', add_special_tokens=False)
+    (a,) = ids("a")
+    for left in range(20, -1, -1):
+        found = allowed(constraint, output)
+        for token in range(SIZE):
+            text = TOKENIZER.decode([token])
+            if text.isascii() and text.isalpha() and token not in TOKENIZER.all_special_ids:
+                assert (token in found) == (len(text) <= left), (left, text)
+        output.append(a)
 
 
 @pytest.mark.parametrize("beside", [False, True])
