@@ -63,7 +63,7 @@ check: $(VENV)/.installed-demo,test,check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python docs/check.py
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 docs: $(VENV)/.installed-demo,docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
