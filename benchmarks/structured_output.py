@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.serving import dummy_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.structured.constraint import ConstraintMaker
+from nanovllm.structured.mask_filler import THREADS
 from nanovllm.weights.demo_model import demo_model_path
-from nanovllm.weights.tokenizer import load_tokenizer
 
 # Long enough that no output ends before --tokens.
 SCHEMA = {
@@ -68,6 +68,8 @@ _THERE = 0.03
 """ms that looking at tokens takes which are there already."""
 _ENDS = 4
 """Steps at the beginning and at the end that are not counted: prompts, ends of sequences."""
+_LEARNING = 20
+"""Masks of a new matcher that take longer, since it learns its grammar's states."""
 
 
 class Stages:
@@ -174,12 +176,15 @@ def step_ms(
     return tokens / len(fills)
 
 
-def mask_seconds(tokenizer: str, num_constrained: int, num_steps: int) -> list[list[float]]:
-    """Processor time of each mask of each step; the tokens are drawn at random from those that the masks allow."""
-    maker = ConstraintMaker(load_tokenizer(tokenizer), VOCAB_SIZE, [END])
+def mask_seconds(llm: LLM, num_constrained: int, num_steps: int) -> list[list[float]]:
+    """Processor time of each mask of each step, one after the other, with the engine's vocabulary. The tokens are drawn
+    at random from those that the masks allow. Steps in which the matchers learn their grammar come first, and are not
+    counted."""
+    engine = llm.engine
+    maker = ConstraintMaker(engine.tokenizer, engine.model_config.vocab_size, engine.eos_token_ids)
     constraints = maker.make(SamplingParams(n=num_constrained, structured_outputs={"json": SCHEMA}))
     rng, mask, steps = random.Random(0), np.zeros(constraints[0].num_words, np.int32), []
-    for _ in range(num_steps):
+    for _ in range(_LEARNING + num_steps):
         steps.append([])
         for constraint in constraints:
             start = time.thread_time()
@@ -187,7 +192,19 @@ def mask_seconds(tokenizer: str, num_constrained: int, num_steps: int) -> list[l
             steps[-1].append(time.thread_time() - start)
             ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             constraint.take([int(ids[rng.randrange(len(ids))])])
-    return steps
+    return steps[_LEARNING:]
+
+
+def print_masks(steps: Sequence[Sequence[float]]) -> None:
+    """steps: seconds of each mask of each step, from `mask_seconds`."""
+    single, slowest = 1e3 * np.array(steps).ravel(), 1e3 * np.array(steps).max(1)
+    rows = {"one mask": single, f"slowest of {len(steps[0])}": slowest, "all, one thread": 1e3 * np.array(steps).sum(1)}
+    for num_threads in (2, 4, 8):
+        rows[f"{num_threads} threads, if parallel"] = 1e3 * np.array([in_threads(one, num_threads) for one in steps])
+    print("masks on this processor, ms:  mean  median     p90     p99")
+    for name, ms in rows.items():
+        parts = [ms.mean(), *(np.quantile(ms, q) for q in (0.5, 0.9, 0.99))]
+        print(f"  {name:22} " + " ".join(f"{part:7.3f}" for part in parts))
 
 
 def in_threads(seconds: Sequence[float], num_threads: int) -> float:
@@ -213,7 +230,7 @@ def print_host(args: argparse.Namespace) -> None:
             f"{args.requests} requests on the CPU, {args.constrained} constrained; `launch` has the model's time here"
         )
         print_stages(found)
-        steps = mask_seconds(folder, args.constrained, min(args.tokens, 200))
+        steps = mask_seconds(llm, args.constrained, min(args.tokens, 200))
     medians = {name: float(np.median(found[name])) for name in Host._fields}
     host = Host(*(args.slower * ms for ms in Host(**medians | {"launch": args.launch_ms})))
     print(f"by the time line, on a processor that takes {args.slower:g} times as long:")
@@ -271,6 +288,10 @@ def main() -> None:
     print_stages(found)
     late = 100 * (found["wait"] < _THERE).mean()
     print(f"  in {late:.0f} % of the steps the tokens were there before the host: the GPU had waited for it")
+    waited = 100 * (found["late"] > _THERE).mean()
+    print(f"  in {waited:.0f} % of the steps the host waited for masks, which {THREADS} threads fill")
+    if args.constrained:
+        print_masks(mask_seconds(llm, args.constrained, 100))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from nanovllm.structured.constraint import SLOW_MASK_SECONDS, TokenConstraint
 
 _PARALLEL_MASKS = 8
 """Masks from which on threads fill them: one in a hundred takes milliseconds, and the device waits if these add up."""
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
+"""Threads that fill masks."""
 _STEPS_TIMED = 64
 _SLOW_STEPS_SECONDS = 0.5
 """The seconds that slow steps among the latest `_STEPS_TIMED` take together, from which on each mask is timed."""
@@ -111,7 +112,7 @@ class MaskFiller:
         if self._executor is None:
             from llguidance import LLExecutor
 
-            self._executor = LLExecutor(_THREADS)
+            self._executor = LLExecutor(THREADS)
         masks[:] = -1
         start = time.perf_counter()
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
@@ -123,9 +124,9 @@ class MaskFiller:
 
     def _fill_timed(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
         if self._timed_executor is None:
-            self._timed_executor = ThreadPoolExecutor(_THREADS, "mask")
-        starts = range(_THREADS)
-        list(self._timed_executor.map(lambda i: _fill(constraints[i::_THREADS], masks[i::_THREADS]), starts))
+            self._timed_executor = ThreadPoolExecutor(THREADS, "mask")
+        starts = range(THREADS)
+        list(self._timed_executor.map(lambda i: _fill(constraints[i::THREADS], masks[i::THREADS]), starts))
 
 
 def _fill(constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:

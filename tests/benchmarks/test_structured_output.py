@@ -5,7 +5,7 @@ import base64
 import pytest
 
 from benchmarks.serving import dummy_tokenizer
-from benchmarks.structured_output import SAID, Host, Stages, in_threads, step_ms
+from benchmarks.structured_output import SAID, Host, Stages, in_threads, mask_seconds, print_masks, step_ms
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.weights.tokenizer import load_tokenizer
@@ -49,6 +49,17 @@ def test_the_parts_of_a_step_add_up(tmp_path, beside):
         names = {"wait", "advance", "late", "finish", "launch", "schedule", "read"} | (set() if beside else {"fill"})
         parts = sum(found[name].sum() for name in names)
         assert parts == pytest.approx(found["step"].sum(), rel=0.3)  # an end falls into the next step
+
+
+def test_times_of_single_masks(tmp_path, capsys):
+    tiny.save_with_tokenizer(tmp_path)
+    llm = LLM(tmp_path, device="cpu", num_kvcache_blocks=16)
+    steps = mask_seconds(llm, 3, 5)
+    assert [len(step) for step in steps] == [3] * 5 and min(map(min, steps)) > 0
+    print_masks([[0.001, 0.003], [0.002, 0.002]])
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].split()[-4:] == ["2.000", "2.000", "2.700", "2.970"]  # one mask
+    assert said[2].split()[-4] == "2.500" and said[3].split()[-4] == "4.000" and said[4].split()[-4] == "2.500"
 
 
 def test_a_real_vocabulary(tmp_path):
