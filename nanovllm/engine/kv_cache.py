@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanovllm.arguments import full_dtype
@@ -65,8 +65,11 @@ def allocate(
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # The operating system clears pages when they are first touched: unused blocks take no memory.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    # The operating system clears pages when they are first touched, so unused blocks take none. `numpy.zeros` would ask
+    # for pages of 2 MiB: each tensor, two a layer, would then take about 1 MiB more than its tokens.
+    nbytes = math.prod(shape) * dtype.itemsize
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+    return torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, useful: int, remedy: str) -> int:

@@ -55,6 +55,22 @@ def test_a_cpu_cache_takes_memory_where_it_is_used():
     assert resident() - before < 200 * MIB
 
 
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.skipif(HUGE_PAGES.exists() and "[always]" in HUGE_PAGES.read_text(), reason="all memory has huge pages")
+def test_a_cpu_cache_takes_the_bytes_of_its_tokens_and_no_huge_pages():
+    qwen = ModelConfig.from_dict(preset("qwen3-0.6b"))
+    caches = kv_cache.allocate(qwen, 100, 16, torch.float32, torch.device("cpu"), 8)
+    before, tokens = resident(), 520
+    for cache in caches:
+        for side in (cache.k, cache.v):
+            side.view(-1, 8, 128)[:tokens] = 1
+    needed = kv_cache.block_bytes(qwen, tokens, torch.float32, 8)
+    assert 0.99 * needed < resident() - before < 1.05 * needed
+
+
 def test_allocated_bytes_are_those_of_the_blocks_and_the_padding_block():
     config = ModelConfig.from_dict(preset("smollm2-135m"))
     caches = kv_cache.allocate(config, 3, 16, torch.float16, torch.device("cpu"), 3)
