@@ -16,8 +16,9 @@ from nanovllm.structured.constraint import SLOW_MASK_SECONDS, TokenConstraint
 
 _PARALLEL_MASKS = 8
 """Masks from which on threads fill them: one in a hundred takes milliseconds, and the device waits if these add up."""
-THREADS = min(8, os.cpu_count() or 1)
-"""Threads that fill masks."""
+THREADS = min(16, 2 * (os.cpu_count() or 1))
+"""Threads that fill masks. llguidance halves the masks until there are twice as many parts as threads, and a part is
+one thread's: with few threads a mask waits behind a slow one, although a core is idle."""
 _STEPS_TIMED = 64
 _SLOW_STEPS_SECONDS = 0.5
 """The seconds that slow steps among the latest `_STEPS_TIMED` take together, from which on each mask is timed."""
