@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from nanovllm.adapters.transformers.attention import NAME, register_attention
+from nanovllm.adapters.transformers.compiled import compile_own_code
 from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches
 from nanovllm.adapters.transformers.replace import Replacing
 from nanovllm.adapters.transformers.report import Outcomes, Report
@@ -65,6 +66,8 @@ def apply(
         replacing.modules()
         _attention_function(model, replacing, patches, outcomes)
         replacing.stacks(cuda_graphs)
+        if not selection.explicit:
+            compile_own_code(model, patches)
     except BaseException:
         patches.undo()
         raise

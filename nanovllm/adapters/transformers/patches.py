@@ -83,6 +83,14 @@ class Patches:
         self.changes.append(_Attribute(owner, name, value, name in owner.__dict__, owner.__dict__.get(name)))
         owner.__dict__[name] = value
 
+    def put_in(self, name: str) -> dict[int, Any]:
+        """The value that was set last under this name, by the id of its owner: of those that had none before."""
+        found: dict[int, Any] = {}
+        for change in self.changes:
+            if isinstance(change, _Attribute) and change.name == name and (id(change.owner) in found or not change.had):
+                found[id(change.owner)] = change.new
+        return found
+
     def set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Give one module another forward: a function of the module and its arguments.
 

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 
 from nanovllm.adapters.transformers import apply, register_attention
 from nanovllm.adapters.transformers.attention import is_sliding_window, plan_mask
+from nanovllm.adapters.transformers.compiled import STAND_IN
 from nanovllm.kernels import all_ops, attention_dense
 from nanovllm.kernels.extra.attention_dense import dense_mask
 from tests.adapters.models import prompts, tiny
@@ -246,3 +247,34 @@ def test_a_step_that_generate_compiles_is_one_graph_with_the_ops_in_it():
         got = model.generate(**given, **options, compile_config=config)
     assert torch.equal(got, expected)
     assert any("nanovllm.attention_dense" in node for node in graphs.nodes), graphs.nodes
+
+
+def test_a_step_that_generate_compiles_checks_no_replaced_forward(monkeypatch):
+    """Each would be checked before every call. A module that is put in later is compiled, too."""
+    model, given, graphs, checked = tiny("Qwen3").requires_grad_(False), prompts("left"), Graphs(), []
+    options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
+    expected = model.generate(**given, **options, disable_compile=True)
+    keep = lambda graph, example: graphs(graph, example)  # noqa: E731
+
+    def generate():
+        torch._dynamo.reset()
+        config = transformers.CompileConfig(fullgraph=True, backend=keep, mode=None, dynamic=False)
+        config.options = {"guard_filter_fn": lambda entries: [bool(checked.append(e.name)) or True for e in entries]}
+        config._compile_all_devices = True
+        return model.generate(**given, **options, compile_config=config)
+
+    with references("mine", *OPERATORS, "rotary_embedding", "attention_decode", "linear"):
+        monkeypatch.setenv("NANOVLLM_KERNELS", "*=mine,native")
+        with apply(model):
+            assert torch.equal(generate(), expected)
+            assert any("nanovllm.attention_dense" in node for node in graphs.nodes), graphs.nodes
+            assert checked and not [name for name in checked if "].forward" in name and "_modules" in name]
+            keeps, mlp = model.__dict__[STAND_IN], model.model.layers[1].mlp
+            made = keeps.of(model)
+            assert made is keeps.of(model) and made.lm_head.weight is model.lm_head.weight
+            hook = mlp.register_forward_hook(lambda *_: None)
+            assert keeps.of(model) is None
+            hook.remove()
+            mlp.down_proj = torch.nn.Linear(56, 32).eval()
+            assert keeps.of(model).model.layers[1].mlp.down_proj.weight is mlp.down_proj.weight
+    assert "get_compiled_call" not in model.__dict__
