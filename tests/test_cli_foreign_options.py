@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from nanovllm.cli import app
 from nanovllm.cli.foreign_options import SERVER_ARGUMENTS
 
-serve = typer.main.get_command(app).commands["serve"]
+serve = typer.main.get_command(app).get_command(None, "serve")
 
 
 def parsed(line: str) -> dict:

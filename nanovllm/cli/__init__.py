@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from nanovllm.cli.bench import app as bench_app
 from nanovllm.cli.command_group import CommandGroup
-from nanovllm.cli.device import device as device_command
 from nanovllm.cli.foreign_options import EngineCommand
-from nanovllm.cli.fuse import fuse as fuse_command
-from nanovllm.cli.kernels import app as kernels_app
-from nanovllm.cli.lab import app as lab_app
 from nanovllm.cli.option_records import takes_records
-from nanovllm.cli.plan import app as plan_app
-from nanovllm.cli.serve import serve as serve_command
-from nanovllm.cli.tune import tune as tune_command
 from nanovllm.console import StatusLine, run_program, say, show_warnings
 from nanovllm.garbage_collector import collector_off
 
@@ -29,11 +23,59 @@ if TYPE_CHECKING:
 _ORDER = ("chat", "generate", "serve", "bench", "kernels", "plan", "fuse", "tune", "lab", "device")
 
 
+@dataclass(frozen=True)
+class _Later:
+    """A command whose module is imported when the command is called, or listed.
+
+    Attributes:
+        attribute: the function or the group in `nanovllm.cli.<name>`.
+        short_help: its line in the list of commands; None: the group's own.
+    """
+
+    attribute: str
+    short_help: str | None
+    cls: type[TyperCommand] | None = None
+
+    def load(self, name: str) -> Any:
+        """The command."""
+        target = getattr(importlib.import_module(f"nanovllm.cli.{name}"), self.attribute)
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        if isinstance(target, typer.Typer):
+            alone.add_typer(target, name=name, short_help=self.short_help)
+            group: Any = typer.main.get_command(alone)
+            return group.commands[name]
+        alone.command(name, cls=self.cls, short_help=self.short_help)(target)
+        return typer.main.get_command(alone)
+
+
+_LATER = {
+    "serve": _Later("serve", "Serve a model to clients of OpenAI's and Anthropic's APIs.", EngineCommand),
+    "bench": _Later("app", None),
+    "kernels": _Later("app", "The ops and their providers: list, check and time them."),
+    "plan": _Later("app", "Predict the best tiles of a kernel on a GPU, and its time."),
+    "fuse": _Later("fuse", "Predict which kernels of a module to fuse, and the gain."),
+    "tune": _Later("tune", "Time a kernel's configurations and keep the fastest one."),
+    "lab": _Later("app", "Learn to write kernels: one function in five ways."),
+    "device": _Later("device", "What a GPU has, and what it sustains."),
+}
+
+
 class _InOrderOfUse(CommandGroup):
-    """Lists the commands in the order in which a new user meets them."""
+    """Lists the commands in the order in which a new user meets them, and imports those in `_LATER` at need."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name in _ORDER if name in self.commands]
+        return list(_ORDER)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _LATER and cmd_name not in self.commands:
+            self.commands[cmd_name] = _LATER[cmd_name].load(cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in _ORDER:
+            for name in _ORDER:  # the error proposes a name from `self.commands`
+                self.get_command(ctx, name)
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -196,18 +238,6 @@ def _say_that_it_is_empty() -> None:
         " chat template; `nanovllm chat` and `nanovllm serve` use it.",
         sys.stderr,
     )
-
-
-app.command("serve", cls=EngineCommand, short_help="Serve a model to clients of OpenAI's and Anthropic's APIs.")(
-    serve_command
-)
-app.add_typer(bench_app, name="bench")
-app.add_typer(kernels_app, name="kernels", short_help="The ops and their providers: list, check and time them.")
-app.add_typer(plan_app, name="plan", short_help="Predict the best tiles of a kernel on a GPU, and its time.")
-app.command("fuse", short_help="Predict which kernels of a module to fuse, and the gain.")(fuse_command)
-app.command("tune", short_help="Time a kernel's configurations and keep the fastest one.")(tune_command)
-app.add_typer(lab_app, name="lab", short_help="Learn to write kernels: one function in five ways.")
-app.command("device", short_help="What a GPU has, and what it sustains.")(device_command)
 
 
 def main(quick_exit: bool = False) -> None:
