@@ -4,6 +4,7 @@ import json
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from nanovllm.cli import app
 from nanovllm.json_output import HELP, check_target, compact_json, write_json
@@ -11,8 +12,9 @@ from nanovllm.json_output import HELP, check_target, compact_json, write_json
 
 def commands(command):
     yield command
-    for child in getattr(command, "commands", {}).values():
-        yield from commands(child)
+    if isinstance(command, TyperGroup):
+        for name in command.list_commands(None):
+            yield from commands(command.get_command(None, name))
 
 
 def test_every_command_has_the_same_option():
