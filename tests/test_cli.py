@@ -76,6 +76,9 @@ def test_an_error_names_the_option_in_place_of_pythons_argument():
         ("no preset 'dtype: x'", "no preset 'dtype: x'"),
         ("dtype of the cache: x", "dtype of the cache: x"),
         ("other: x", "other: x"),
+        ("seed=-1: must be at least 0, or None for any", "--seed=-1: must be at least 0; leave it out for any"),
+        ("max_tokens=0: must be at least 1, or None for all", "--max-tokens=0: must be at least 1"),
+        ("other=0: must be at least 1, or None for all", "other=0: must be at least 1, or None for all"),
     ]:
         assert with_option(message, command.params) == said
 
@@ -86,6 +89,9 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         (("--model", str(tmp_path)), "holds no config.json"),
         (("--model", str(tmp_path / "tiny")), "holds no tokenizer"),
         (("--dtype", "bf"), "--dtype='bf': must be one of auto"),
+        (("--cpu-activations", "int4"), "--cpu-activations='int4': must be one of float32, int8, bfloat16"),
+        (("--max-tokens", "0"), "--max-tokens=0: must be at least 1\n"),
+        (("--model", "./none"), "--model='./none' is no local directory or .gguf file; pass"),
         (("--model", "none/such"), "nanovllm: --model='none/such' is no local directory"),
         (("--device", "tpu"), "--device='tpu'"),
         (("--max-model-len", "0"), "--max-model-len=0: must"),

@@ -118,6 +118,9 @@ class _Engine:
     quantization: Annotated[
         str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
     ] = None
+    cpu_activations: Annotated[
+        str, typer.Option(help="On a CPU: float32, or faster and less exact, int8 or bfloat16.")
+    ] = "float32"
 
     def load(self) -> LLM:
         """The model, with a line that says that it is being loaded."""

@@ -33,11 +33,14 @@ class CommandGroup(TyperGroup):
 def with_option(message: str, parameters: Iterable[Any]) -> str:
     """A message that begins with "name:" or "name=" of an option in Python, as the command line has the option's name.
 
-    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...".
+    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...". Python's None is no value of an option: "or
+    None for X" becomes "leave it out for X" where None is the option's default, and is dropped elsewhere.
     """
     begin = re.match(r"([a-z]\w*)(?=[:=])", message)
     for parameter in parameters if begin else ():
         long = [name for name in parameter.opts if name.startswith("--")]
         if begin and parameter.name == begin[1] and long:
-            return long[0] + message[begin.end() :]
+            rest, comma, otherwise = message[begin.end() :].partition(", or None ")
+            left_out = f"; leave it out {otherwise}" if comma and parameter.default is None else ""
+            return long[0] + rest + left_out
     return message

@@ -64,6 +64,9 @@ class EngineOptions:
     activation_quantization: Annotated[
         bool, _option("Quantise the activations of fp8 layers too, in steps of many tokens.")
     ] = True
+    cpu_activations: Annotated[str, _option("On a CPU: float32, or faster and less exact, int8 or bfloat16.")] = (
+        "float32"
+    )
     device: Annotated[str, _option("auto, cuda, cuda:N or cpu.")] = "auto"
     max_model_len: Annotated[int, _option("Most tokens of a prompt and its output together.")] = 4096
     max_num_seqs: Annotated[int, _option("Most completions in a step.")] = 512

@@ -132,7 +132,10 @@ def _from_hub(model_id: str) -> Path:
         except LocalEntryNotFoundError:
             return Path(snapshot_download(model_id, allow_patterns=patterns))
     except HFValidationError as e:
-        raise FileNotFoundError(f"model={model_id!r} is neither a directory, nor a .gguf file, nor a hub id") from e
+        raise FileNotFoundError(
+            f"model={model_id!r} is no local directory or .gguf file; pass the path of one, or a hub id such as"
+            " 'Qwen/Qwen3-0.6B'"
+        ) from e
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
         raise FileNotFoundError(
             f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
