@@ -3,10 +3,15 @@
 Under torch.compile the modules of a patched model run the code of their classes, except for the attention function. So
 a compiled step needs no replaced forward. But torch.compile checks each replaced forward, and what it refers to, before
 every call. PyTorch 2.11 skips whole modules in these checks only if nothing in them is replaced.
+
+Models keep values from call to call as attributes, such as the `rope_deltas` of Qwen2-VL: the prompt's step, which is
+not compiled, sets what the compiled steps read. So the stand-in has the modules themselves where nothing is replaced
+within, and a compiled call takes over the attributes of the other models of transformers, and gives them back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from types import MethodType
 from typing import Any
 
@@ -27,6 +32,9 @@ _NOT_COPIED = (
     "_compiled_call",
     "_last_compile_config",
 )
+_KEPT_APART = frozenset([*_NOT_COPIED, "forward", *nn.Module().__dict__])
+"""Of a stand-in and its model: the attributes that a call does not hand over."""
+_REPLACED = (*_NOT_COPIED[:4], "forward")
 _SHARED = "_parameters", "_buffers"
 
 
@@ -36,6 +44,8 @@ class StandIn:
     def __init__(self) -> None:
         self._made: nn.Module | None = None
         self._then: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._models: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Attributes of the models of transformers that were copied, and of their copies."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StandIn:
         return StandIn()
@@ -52,13 +62,33 @@ class StandIn:
         if any(_unlike_its_class(m, forwards.get(id(m))) for m in model.modules()):
             return None
         if self._made is None or not all(_same(now, then) for now, then in self._then):
-            self._made, self._then = _copy(model, {}), []
-            for module in model.modules():
-                # transformers keeps caches and compiled calls in a model. Only its modules and its config count.
-                names = ("_modules", "config") if hasattr(module, "get_compiled_call") else tuple(module.__dict__)
+            known: dict[nn.Module, nn.Module] = {}
+            self._made, self._then, self._models = _copy(model, known), [], []
+            for module, made in known.items():
+                if made is module:
+                    continue
+                names: Iterable[str] = module.__dict__
+                if hasattr(module, "get_compiled_call"):  # attributes are handed over at each call
+                    names = "_modules", "config"
+                    self._models.append((module.__dict__, made.__dict__))
                 then = {name: module.__dict__.get(name) for name in names if name not in _NOT_COPIED}
                 self._then += [(module.__dict__, then), (module._modules, dict(module._modules))]
         return self._made
+
+    def with_state(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled call of the stand-in, as a call of the model: it reads and sets the attributes of the model."""
+        models = self._models
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for own, copied in models:
+                _hand_over(own, copied)
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                for own, copied in models:
+                    _hand_over(copied, own)
+
+        return call
 
 
 def compile_own_code(model: nn.Module, patches: Patches) -> None:
@@ -66,13 +96,26 @@ def compile_own_code(model: nn.Module, patches: Patches) -> None:
     if not hasattr(type(model), "get_compiled_call"):
         return
     patches.set_attribute(model, STAND_IN, StandIn())
-    patches.set_attribute(model, "get_compiled_call", MethodType(_get_compiled_call, model))
+    patches.set_attribute(model, "get_compiled_call", MethodType(get_compiled_call, model))
 
 
-def _get_compiled_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+def get_compiled_call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a patched model has in place of the method of its class. A pickle has that method, by this name."""
     keeps = model.__dict__.get(STAND_IN)
     found = None if keeps is None else keeps.of(model)
-    return type(model).get_compiled_call(model if found is None else found, *args, **kwargs)
+    if found is None:
+        return type(model).get_compiled_call(model, *args, **kwargs)
+    compiled = type(model).get_compiled_call(found, *args, **kwargs)
+    if compiled == found.__call__:  # transformers does not compile it
+        return model.__call__
+    return keeps.with_state(compiled)
+
+
+def _hand_over(given: dict[str, Any], taken: dict[str, Any]) -> None:
+    for name, value in given.items():
+        # What is the same is not written: torch.compile would check the whole module again.
+        if name not in _KEPT_APART and taken.get(name, taken) is not value:
+            taken[name] = value
 
 
 def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
@@ -90,13 +133,19 @@ def _unlike_its_class(module: nn.Module, put_in: Any) -> bool:
 
 
 def _copy(module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-    """The stand-in of a module and of those within it. Modules that occur twice stay one."""
-    if module not in known:
-        made = known[module] = stand_in(module)
+    """The stand-in of a module and of those within it: itself, if nothing is replaced there.
+
+    Modules that occur twice stay one.
+    """
+    if module in known:
+        return known[module]
+    within = {name: None if child is None else _copy(child, known) for name, child in module._modules.items()}
+    known[module] = made = module
+    if not module.__dict__.keys().isdisjoint(_REPLACED) or within != module._modules:
+        known[module] = made = stand_in(module)
         for name in _NOT_COPIED:
             made.__dict__.pop(name, None)
         for name in _SHARED:
             made.__dict__[name] = module.__dict__[name]
-        for name, child in module._modules.items():
-            made._modules[name] = None if child is None else _copy(child, known)
-    return known[module]
+        made._modules.update(within)
+    return made

@@ -92,7 +92,7 @@ class Patches:
         return found
 
     def set_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Give one module another forward: a function of the module and its arguments.
+        """Give one module another forward: a function of the module and its arguments, with the name `forward`.
 
         It is bound to the module like a method, so that a deep copy of the module calls it with the copy. accelerate
         (`device_map`) wraps a module's forward and keeps the one within as `_old_forward`. That one is replaced, so

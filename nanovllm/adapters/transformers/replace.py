@@ -197,13 +197,13 @@ class Replacing:
         self._parts[module] = kind
 
 
-def own_code_if_compiled(forward: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def own_code_if_compiled(put_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """A forward of the module by its own code under torch.compile, which fuses it with its neighbours."""
 
-    def chosen(module: Any, *args: Any, **kwargs: Any) -> Any:
-        return (original if torch.compiler.is_compiling() else forward)(module, *args, **kwargs)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        return (original if torch.compiler.is_compiling() else put_in)(module, *args, **kwargs)
 
-    return chosen
+    return forward
 
 
 def linear_forward(call: Call, counts: Container[int] | None, original: Callable[..., Any]) -> Callable[..., Any]:
