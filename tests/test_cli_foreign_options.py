@@ -31,6 +31,7 @@ def parsed(line: str) -> dict:
         ("--aggregate-engine-logging MODEL", {"positional": "MODEL"}, "the engine logs no statistics"),
         ("--disable-access-log-for-endpoints /health MODEL", {"positional": "MODEL"}, "has no effect: requests"),
         ("-pp 1 --no-enforce-eager", {}, "--pipeline-parallel-size has no effect"),
+        ("--max_model_len 300 --served_model_name=x_y", {"max_model_len": 300, "served_model_name": ["x_y"]}, ""),
         ("-- --swap-space", {"positional": "--swap-space"}, ""),
     ],
 )
@@ -65,6 +66,14 @@ def test_other_unknown_options_name_the_nearest():
     result = CliRunner().invoke(app, ["serve", "--max-num-seq", "3"])
     assert result.exit_code == 2 and "--max-num-seqs" in result.output
     assert not set(SERVER_ARGUMENTS) & {p.name for p in serve.params}
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_an_option_that_the_command_has_is_not_said_to_be_lacking(command):
+    result = CliRunner().invoke(app, [command, "--no-max-model-len"])
+    assert result.exit_code == 2 and "No such option: --no-max-model-len" in result.output
+    result = CliRunner().invoke(app, [command, "--max_model_len=x"])
+    assert result.exit_code == 2 and "--max-model-len" in result.output
 
 
 def test_generate_and_chat_know_them_too():

@@ -67,7 +67,7 @@ class EngineCommand(TyperCommand):
 
 
 def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]:
-    """The arguments without the options of other engines.
+    """The arguments without the options of other engines. As for vLLM, `--max_model_len` is `--max-model-len`.
 
     Raises:
         ValueError: an option is not supported, has another name here, or only `nanovllm serve` has it.
@@ -76,13 +76,16 @@ def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]
     for i in rest:
         given, equals, value = args[i].partition("=")
         given = _SHORT.get(given, given)
+        if given not in known and given.replace("_", "-") in known:
+            given = given.replace("_", "-")
         name = given.removeprefix("--").replace("-", "_")
         off = name.startswith("no_") and name not in SERVER_ARGUMENTS
         argument = _argument(name.removeprefix("no_") if off else name)
         if given == "--":
             yield from args[i:]
             return
-        if given.startswith("--") and given not in known and name.removeprefix("no_") in _of_serve():
+        here = any(p.name == name.removeprefix("no_") for p in known.values())
+        if given.startswith("--") and not here and name.removeprefix("no_") in _of_serve():
             raise ValueError(f"{given}: this command lacks it; `nanovllm serve` has it, and in Python LLM(...)")
         if given in known or not given.startswith("--") or argument is None:
             yield given + equals + value
