@@ -52,39 +52,50 @@ struct Tokens {
     }
 };
 
-// Rows of activations. Fill a row, then `finish` it.
+// Rows of activations. Choose their width, fill a row, then `finish` it. Rows of another width take the same memory.
 class Activations {
    public:
-    // parts: of the integers that quantised weights are multiplied with; 0: there are none. rounds: whether a weight does.
-    Activations(int64_t count, int64_t width, int parts, bool rounds = false)
-        : width_(width), stride_((width + 255) / 256 * 256), parts_(parts), values_((size_t)count * stride_) {
+    // width: the largest. parts: of the integers that quantised weights are multiplied with; 0: there are none. rounds:
+    // whether a weight does.
+    Activations(int64_t count, int64_t width, int parts, bool rounds = false) : count_(count), parts_(parts) {
+        set_width(width);
         const size_t groups = stride_ / GROUP;
-        for (int64_t i = 0; i < count; i++) std::fill(row(i) + width, row(i) + stride_, 0.0f);
+        values_.resize((size_t)count * stride_);
         if (count >= AMX_TOKENS && has_amx()) {
             sums_.resize((count + Split::TOKENS - 1) / Split::TOKENS * groups);
             splits_.resize(EXACT_PARTS * sums_.size());
-            if (count % Split::TOKENS || filled_groups() < (int64_t)groups) {  // missing tokens are zeros
-                std::memset((void*)sums_.data(), 0, sums_.size() * sizeof(Floats));
-                std::memset((void*)splits_.data(), 0, splits_.size() * sizeof(Split));
-            }
         } else if (parts == 1) {
-            make_integers(one_, count);
+            one_.resize(count * groups);
         } else if (parts == EXACT_PARTS) {
-            make_integers(exact_, count);
+            exact_.resize(count * groups);
         }
         if (CAN_ROUND && rounds && splits_.empty() && count >= ROUNDED_TOKENS) pairs_.resize((size_t)count * stride_ / 2);
+    }
+
+    // At most the constructor's. The rows lose their values.
+    void set_width(int64_t width) {
+        width_ = width;
+        stride_ = (width + 255) / 256 * 256;
     }
 
     float* row(int64_t i) { return values_.data() + i * stride_; }
     int64_t stride() const { return stride_; }
 
     void finish(int64_t i) {
-        const int64_t groups = stride_ / GROUP;
-        for (int64_t g = 0; g < filled_groups(); g++) {
+        const int64_t groups = stride_ / GROUP, filled = (width_ + GROUP - 1) / GROUP;
+        std::fill(row(i) + width_, row(i) + stride_, 0.0f);
+        for (int64_t g = 0; g < filled; g++) {
             const int64_t at = i * groups + g;
-            if (!splits_.empty()) split(i, g);
             if (!one_.empty()) to_integers(row(i) + g * GROUP, one_[at]);
             if (!exact_.empty()) to_integers(row(i) + g * GROUP, exact_[at]);
+        }
+        for (int64_t at = i * groups + filled; at < (i + 1) * groups; at++) {
+            if (!one_.empty()) std::memset((void*)&one_[at], 0, sizeof one_[at]);
+            if (!exact_.empty()) std::memset((void*)&exact_[at], 0, sizeof exact_[at]);
+        }
+        if (!splits_.empty()) {
+            for (int64_t g = 0; g < groups; g++) split(i, g);
+            if (i == count_ - 1) clear_missing();
         }
         if (!pairs_.empty()) to_pairs(i);
     }
@@ -95,16 +106,6 @@ class Activations {
     }
 
    private:
-    int64_t filled_groups() const { return (width_ + GROUP - 1) / GROUP; }
-
-    template <int P>
-    void make_integers(Buffer<Integers<P>>& to, int64_t count) {
-        const int64_t groups = stride_ / GROUP, filled = filled_groups();
-        to.resize(count * groups);
-        for (int64_t i = 0; i < count; i++)
-            std::memset((void*)(to.data() + i * groups + filled), 0, (groups - filled) * sizeof(Integers<P>));
-    }
-
     template <int P>
     static void to_integers(const float* from, Integers<P>& to) {
         constexpr float limit = P == 1 ? 127.0f : 127.0f * 65536;
@@ -154,7 +155,18 @@ class Activations {
 #endif
     }
 
-    int64_t width_, stride_;
+    // The last block's tokens after the last one are zeros.
+    void clear_missing() {
+        const int64_t groups = stride_ / GROUP, block = (count_ - 1) / Split::TOKENS;
+        for (int64_t lane = (count_ - 1) % Split::TOKENS + 1; lane < Split::TOKENS; lane++)
+            for (int64_t g = 0; g < groups; g++) {
+                for (int p = 0; p < EXACT_PARTS; p++)
+                    std::fill_n(splits_[(block * EXACT_PARTS + p) * groups + g].values[lane], GROUP, 0);
+                ((float*)&sums_[block * groups + g])[lane] = 0.0f;
+            }
+    }
+
+    int64_t count_, width_, stride_;
     int parts_;
     Buffer<float> values_;
     Buffer<Integers<1>> one_;

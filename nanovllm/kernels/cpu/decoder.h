@@ -81,7 +81,9 @@ inline std::vector<Run> runs_of(const Batch& b) {
     return runs;
 }
 
-// What a step keeps between the parts of a layer. `count` tokens are computed, in the last layer those wanted alone.
+// What a step keeps between the parts of a layer. `count` tokens are computed, in the last layer those wanted alone. The MLP
+// has the memory of attention, which has ended by then: `wide_` is what attention attends to, then the gate times up, and
+// `results_` are queries, keys and values, then up.
 class Step {
    public:
     // x: the embeddings [tokens][hidden], which the step changes.
@@ -89,30 +91,32 @@ class Step {
         : threads_(threads), model_(model), batch_(batch), runs_(runs_of(batch)), x_(x) {
         q_size_ = model.heads * model.head_dim;
         kv_size_ = model.kv_heads * model.head_dim;
-        q_.resize((size_t)batch.tokens * q_size_);
-        k_.resize((size_t)batch.tokens * kv_size_);
-        v_.resize((size_t)batch.tokens * kv_size_);
         set_count(batch.tokens);
     }
 
     void run(const Layer& layer, const Cache& cache, bool is_last) {
         norm(layer.input_norm);
-        products(threads_, {{layer.q, {q_.data(), q_size_, q_size_, layer.q_bias, false}},
-                            {layer.k, {k_.data(), kv_size_, kv_size_, layer.k_bias, false}},
-                            {layer.v, {v_.data(), kv_size_, kv_size_, layer.v_bias, false}}}, normed_->tokens(count_));
-        each_token(threads_, count_, [&](int64_t t) { rotate_and_store(layer, cache, t); });
+        float *q = results_.data(), *k = q + count_ * q_size_, *v = k + count_ * kv_size_;
+        products(threads_, {{layer.q, {q, q_size_, q_size_, layer.q_bias, false}},
+                            {layer.k, {k, kv_size_, kv_size_, layer.k_bias, false}},
+                            {layer.v, {v, kv_size_, kv_size_, layer.v_bias, false}}}, normed_->tokens(count_));
+        each_token(threads_, count_, [&](int64_t t) {
+            rotate_and_store(layer, cache, t, q + t * q_size_, k + t * kv_size_, v + t * kv_size_);
+        });
         const float scale = 1.0f / std::sqrt((float)model_.head_dim);
-        attention(threads_, cache, runs_,
-                  {model_.heads, scale, q_.data(), q_size_, attended_->row(0), attended_->stride(), layer.window});
+        wide_->set_width(q_size_);
+        attention(threads_, cache, runs_, {model_.heads, scale, q, q_size_, wide_->row(0), wide_->stride(), layer.window});
         if (is_last && batch_.num_rows >= 0) keep_wanted();
-        each_token(threads_, count_, [&](int64_t t) { attended_->finish(t); });
-        products(threads_, {{layer.o, {x_, model_.hidden, layer.o.rows, layer.o_bias, true}}}, attended_->tokens(count_));
+        each_token(threads_, count_, [&](int64_t t) { wide_->finish(t); });
+        products(threads_, {{layer.o, {x_, model_.hidden, layer.o.rows, layer.o_bias, true}}}, wide_->tokens(count_));
         norm(layer.post_norm);
-        products(threads_, {{layer.gate, {inner_->row(0), inner_->stride(), layer.gate.rows, layer.gate_bias, false}},
-                            {layer.up, {up_.data(), model_.intermediate, layer.up.rows, layer.up_bias, false}}},
+        wide_->set_width(model_.intermediate);
+        float* up = results_.data();
+        products(threads_, {{layer.gate, {wide_->row(0), wide_->stride(), layer.gate.rows, layer.gate_bias, false}},
+                            {layer.up, {up, model_.intermediate, layer.up.rows, layer.up_bias, false}}},
                  normed_->tokens(count_));
-        each_token(threads_, count_, [&](int64_t t) { activate(t); });
-        products(threads_, {{layer.down, {x_, model_.hidden, layer.down.rows, layer.down_bias, true}}}, inner_->tokens(count_));
+        each_token(threads_, count_, [&](int64_t t) { activate(t, up + t * model_.intermediate); });
+        products(threads_, {{layer.down, {x_, model_.hidden, layer.down.rows, layer.down_bias, true}}}, wide_->tokens(count_));
     }
 
     // out: [count][hidden].
@@ -125,9 +129,9 @@ class Step {
    private:
     void set_count(int64_t count) {
         count_ = count;
-        for (auto [to, width] : {std::pair{&normed_, model_.hidden}, {&attended_, q_size_}, {&inner_, model_.intermediate}})
+        for (auto [to, width] : {std::pair{&normed_, model_.hidden}, {&wide_, std::max(q_size_, model_.intermediate)}})
             *to = std::make_unique<Activations>(count, width, model_.parts, model_.rounds);
-        up_.resize((size_t)count * model_.intermediate);
+        results_.resize((size_t)count * std::max(q_size_ + 2 * kv_size_, model_.intermediate));
     }
 
     void norm(const float* weight) {
@@ -137,7 +141,8 @@ class Step {
         });
     }
 
-    void rotate_and_store(const Layer& layer, const Cache& cache, int64_t t) {
+    // q, k, v: of the token.
+    void rotate_and_store(const Layer& layer, const Cache& cache, int64_t t, float* q, float* k, const float* v) {
         const int64_t dim = model_.head_dim;
         const float* angles = model_.cos_sin + batch_.positions[t] * dim;
         auto rotate_all = [&](float* heads, int64_t count, const float* weight) {
@@ -146,39 +151,39 @@ class Step {
                 if (!layer.unrotated) rotate(head, angles, dim);
             }
         };
-        rotate_all(q_.data() + t * q_size_, model_.heads, layer.q_norm);
-        rotate_all(k_.data() + t * kv_size_, model_.kv_heads, layer.k_norm);
+        rotate_all(q, model_.heads, layer.q_norm);
+        rotate_all(k, model_.kv_heads, layer.k_norm);
         with_plain(cache.format, [&](auto format) {
             const int64_t at = batch_.slots[t] * kv_size_;
             for (int64_t i = 0; i < kv_size_; i++) {
-                store_as(format, cache.k, at + i, k_[t * kv_size_ + i]);
-                store_as(format, cache.v, at + i, v_[t * kv_size_ + i]);
+                store_as(format, cache.k, at + i, k[i]);
+                store_as(format, cache.v, at + i, v[i]);
             }
         });
     }
 
     // Of the last layer the other tokens need keys and values alone. Rows may repeat, and be more than the tokens.
     void keep_wanted() {
-        const auto all = std::move(attended_);
+        const auto all = std::move(wide_);
         const int64_t hidden = model_.hidden;
         chosen_.resize((size_t)batch_.num_rows * hidden);
         set_count(batch_.num_rows);
+        wide_->set_width(q_size_);
         for (int64_t i = 0; i < count_; i++) {
-            std::memcpy(attended_->row(i), all->row(batch_.rows[i]), q_size_ * sizeof(float));
+            std::memcpy(wide_->row(i), all->row(batch_.rows[i]), q_size_ * sizeof(float));
             std::memcpy(chosen_.data() + i * hidden, x_ + batch_.rows[i] * hidden, hidden * sizeof(float));
         }
         x_ = chosen_.data();
     }
 
-    // SiLU of the gate times up.
-    void activate(int64_t t) {
-        float* gate = inner_->row(t);
-        const float* factor = up_.data() + t * model_.intermediate;
+    // SiLU of the gate times `factor` [intermediate].
+    void activate(int64_t t, const float* factor) {
+        float* gate = wide_->row(t);
         int64_t i = 0;
         for (; i + LANES <= model_.intermediate; i += LANES)
             store(gate + i, silu(load<Floats>(gate + i)) * load<Floats>(factor + i));
         for (; i < model_.intermediate; i++) gate[i] = silu(broadcast(gate[i]))[0] * factor[i];
-        inner_->finish(t);
+        wide_->finish(t);
     }
 
     Threads& threads_;
@@ -187,8 +192,8 @@ class Step {
     const std::vector<Run> runs_;
     float* x_;
     int64_t q_size_, kv_size_, count_;
-    Buffer<float> q_, k_, v_, up_, chosen_;
-    std::unique_ptr<Activations> normed_, attended_, inner_;
+    Buffer<float> results_, chosen_;
+    std::unique_ptr<Activations> normed_, wide_;
 };
 
 // out: [num_rows][hidden], after the final norm. k_caches, v_caches: one for each of `num_layers`, which may be fewer than
