@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from tests.gpu_plugin import ALONE, GPUS, REPORT, SEVERAL_GPUS, SIDE_BY_SIDE, TURN
 from tests.gpu_results import Results
@@ -160,13 +161,14 @@ def main(arguments: Sequence[str] | None = None, devices: Callable[[], Devices] 
     started = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):  # the processes are in sessions of their own, and would go on
         signal.signal(number, _interrupt)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "turn", "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # also while an interrupted run ends its processes
         # Each process has a core, without Inductor's compilers. It is no worker of a pytest-xdist around this program.
         ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST_")}
         environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | ours
         run = Run(Path(folder), environment, given.seconds, given.seconds_a_test)
         try:
-            _run_all(run, gpus, processes, rest if paths else [*rest, "tests"])
+            _run_all(run, turn, gpus, processes, rest if paths else [*rest, "tests"])
         except KeyboardInterrupt:
             run.broken.append("interrupted")
         finally:
@@ -185,8 +187,11 @@ def _interrupt(number: int, _: object) -> None:
     raise KeyboardInterrupt
 
 
-def _run_all(run: Run, gpus: list[str], processes: int, arguments: list[str]) -> None:
-    """One process, too, is a worker's, with `-n 1`: another takes its place if a test hangs."""
+def _run_all(run: Run, turn: TextIO, gpus: list[str], processes: int, arguments: list[str]) -> None:
+    """One process, too, is a worker's, with `-n 1`: another takes its place if a test hangs.
+
+    turn: a file that is locked; it is unlocked when the tests that run alone may begin.
+    """
     libraries = [run.start([sys.executable, "-c", _CUDA_LIBRARY, name], True) for name in (".", "packed", "fp8")]
     libraries.append(run.start([sys.executable, "-c", _CPU_LIBRARY], True))
     several = run.pytest("-n", "1", "-m", SEVERAL_GPUS, *arguments, quiet=True) if len(gpus) > 1 else None
@@ -194,21 +199,20 @@ def _run_all(run: Run, gpus: list[str], processes: int, arguments: list[str]) ->
         "-n", str(processes), "--dist", "load", "--maxschedchunk", "1", "-m", SIDE_BY_SIDE, *arguments,
         **{GPUS: ",".join(gpus)},
     )  # fmt: skip
-    with open(run.folder / "turn", "w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        alone = run.pytest("-n", "1", "-m", ALONE, *arguments, CUDA_VISIBLE_DEVICES=gpus[0], **{TURN: turn.name})
-        run.wait(many, "the tests side by side")
-        if several is None:
-            print("one GPU: tests with the marker several_gpus are left out", flush=True)
-        else:
-            run.wait(several, "the tests of several GPUs")
-        for process in libraries:
-            run.wait(process, "a library of C++ kernels")
-        if run.seconds_left == 0:
-            run.broken.append("the tests that run alone: not begun, the time is over")
-            run.stop(alone)
-            return
-        print("the tests that run alone:", flush=True)
+    alone = run.pytest("-n", "1", "-m", ALONE, *arguments, CUDA_VISIBLE_DEVICES=gpus[0], **{TURN: turn.name})
+    run.wait(many, "the tests side by side")
+    if several is None:
+        print("one GPU: tests with the marker several_gpus are left out", flush=True)
+    else:
+        run.wait(several, "the tests of several GPUs")
+    for process in libraries:
+        run.wait(process, "a library of C++ kernels")
+    if run.seconds_left == 0:
+        run.broken.append("the tests that run alone: not begun, the time is over")
+        run.stop(alone)
+        return
+    print("the tests that run alone:", flush=True)
+    fcntl.flock(turn, fcntl.LOCK_UN)
     run.wait(alone, "the tests that run alone")
 
 

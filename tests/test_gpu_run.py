@@ -60,10 +60,20 @@ def test_dies(i): os._exit(1)
 """
 WAITS = """
 import os, pathlib, pytest, time
+seen = pathlib.Path(os.environ["SEEN"])
+
 @pytest.mark.gpu
 def test_waits():
-    pathlib.Path(os.environ["SEEN"]).write_text(str(os.getpid()))
-    time.sleep(1000)
+    seen.write_text(str(os.getpid()))
+    try:
+        time.sleep(1000)
+    finally:
+        time.sleep(5)
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_alone():
+    seen.with_name("alone").touch()
 """
 COMPILES = """
 import pytest, triton, triton.language as tl
@@ -165,7 +175,7 @@ def test_a_run_that_is_terminated_ends_its_processes(tmp_path):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and "interrupted\n0 passed" in out and "did not end:\n" in out
-    assert not is_running(seen.read_text())
+    assert not is_running(seen.read_text()) and not (tmp_path / "alone").exists()
 
 
 @pytest.mark.slow
