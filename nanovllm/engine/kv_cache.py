@@ -57,6 +57,9 @@ def allocate(
     """Zeroed caches of `num_blocks` blocks and the padding block, whose number is `num_blocks`.
 
     num_kv_heads: the KV heads of this rank.
+
+    Raises:
+        OutOfCacheMemory: the operating system refuses the memory: of a CPU, where free memory is not all that counts.
     """
     shape = (num_blocks + 1, block_size, num_kv_heads, config.head_dim)
     return [LayerCache(*(_zeros(shape, dtype, device) for _ in range(2))) for _ in range(config.num_hidden_layers)]
@@ -69,7 +72,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # for pages of 2 MiB: each tensor, two a layer, would then take about 1 MiB more than its tokens.
     nbytes = math.prod(shape) * dtype.itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
-    return torch.frombuffer(mmap.mmap(-1, nbytes, **private), dtype=torch.uint8).view(dtype).view(shape)
+    try:
+        memory = mmap.mmap(-1, nbytes, **private)
+    except (OSError, OverflowError) as error:
+        raise OutOfCacheMemory(
+            f"the operating system refuses {nbytes / _MIB:.1f} MiB for a layer's keys or values in the KV cache"
+            f" ({error}); raise the limit of this process's memory (ulimit -v), or set num_kvcache_blocks or"
+            " max_model_len lower"
+        ) from None
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, useful: int, remedy: str) -> int:

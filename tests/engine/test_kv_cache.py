@@ -71,6 +71,13 @@ def test_a_cpu_cache_takes_the_bytes_of_its_tokens_and_no_huge_pages():
     assert 0.99 * needed < resident() - before < 1.05 * needed
 
 
+@pytest.mark.parametrize("blocks", [2**34, 2**60])
+def test_memory_that_the_system_refuses_is_named(blocks):
+    qwen = ModelConfig.from_dict(preset("qwen3-0.6b"))
+    with pytest.raises(OutOfCacheMemory, match="refuses .* MiB for a layer's keys .*; raise the limit .*ulimit -v"):
+        kv_cache.allocate(qwen, blocks, 16, torch.float32, torch.device("cpu"), 8)
+
+
 def test_allocated_bytes_are_those_of_the_blocks_and_the_padding_block():
     config = ModelConfig.from_dict(preset("smollm2-135m"))
     caches = kv_cache.allocate(config, 3, 16, torch.float16, torch.device("cpu"), 3)
