@@ -253,7 +253,7 @@ class Benchmark:
                     results.add_shares(row, self.record.rates)
                 changed = _changes(before, rates)
                 if changed:
-                    say(f"measured again: {changed}; everything below uses the larger of the two")
+                    say(f"measured again: {changed}; what follows uses the larger values, the rows above the first")
                 if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
                     say(f"measured on {rates.device}: {further}")
                 return
