@@ -21,9 +21,9 @@ from nanovllm.serve.service import Service
 _RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
             "messages": "input"}  # fmt: skip
 _SAME = (
-    "top_k", "min_p", "seed", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "stop",
-    "include_stop_str_in_output", "skip_special_tokens", "logit_bias", "structured_outputs", "chat_template_kwargs",
-    "cache_salt", "request_id",
+    "top_k", "min_p", "seed", "min_tokens", "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
+    "logit_bias", "structured_outputs", "chat_template_kwargs", "cache_salt", "request_id",
 )  # fmt: skip
 """Fields that a chat has as well."""
 
@@ -50,11 +50,15 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    min_tokens: int = 0
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logit_bias: dict[str, float] | None = None

@@ -190,10 +190,14 @@ def test_the_fields_that_vllm_adds_to_responses_and_messages(server):
     body = dict(input="x", max_output_tokens=4, logit_bias={"65": 100}, temperature=0, ignore_eos=True)
     (text,) = server.post("/v1/responses", **body)["output"][0]["content"]
     assert text["text"] == server.post("/detokenize", tokens=[65] * 4)["prompt"]
+    ends = dict(allowed_token_ids=[65], stop_token_ids=[65])
+    assert server.post("/v1/responses", input="x", max_output_tokens=4, **ends)["usage"]["output_tokens"] == 1
     for path, body, said in (
         ("responses", {"input": "word " * 999}, "max_model_len=256"),
         ("responses", {"input": "x", "stop": [""]}, "stop=['']"),
         ("responses", {"input": "x", "min_p": 2}, "min_p=2.0"),
+        ("responses", {"input": "x", "min_tokens": -1}, "min_tokens=-1"),
+        ("responses", {"input": "x", "bad_words": [" "]}, "bad_words=[' ']"),
         ("messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stop_sequences": [""]},
          "stop_sequences=['']"),
         ("messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1,
