@@ -9,6 +9,37 @@ import torch
 from nanovllm.kernels import ops
 from nanovllm.kernels.cuda import build
 from nanovllm.kernels.cuda.packed import products
+from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES, dequantise_gguf
+from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
+
+BF16 = torch.bfloat16
+
+
+def make(kind, rows, size, device, group=128, zeros=False, scale_dtype=BF16):
+    """(the operands of the packed ops, the weight in float64)"""
+    if kind in GGUF_TYPES:
+        of = GGUF_TYPES[kind]
+        weight = torch.randint(0, 256, (rows, of.plane_offsets(size)[1]), dtype=torch.uint8, device=device)
+        for name in {"d", "m"} & set(of.planes):
+            plane = of.plane(weight, name, size).flatten(1).view(torch.float16)
+            plane.copy_(torch.randn(plane.shape, device=device) * 0.001)
+        values = dequantise_gguf(weight, kind + PLANES, size).to(BF16)  # scaled weights are rounded
+        return (kind + PLANES, weight, None, None), values.double()
+    bits = int(kind[3:])
+    weight = torch.randint(0, 256, (rows, size * bits // 8), dtype=torch.uint8, device=device)
+    scale = (torch.randn(rows, size // group, device=device) * 0.01).to(scale_dtype)
+    zero = torch.randint(0, 2**bits, scale.shape, dtype=torch.uint8, device=device) if zeros else None
+    q = unpack_int4(weight) if bits == 4 else weight
+    values = dequantise_affine(q, scale, 2 ** (bits - 1) if zero is None else zero, torch.float64)
+    return (kind, weight, scale, zero), values
+
+
+def check(got, x, values, bias=None):
+    """A product in 16 bits, and the one in float64."""
+    exact = x.double() @ values.t() + (0 if bias is None else bias.double())
+    size = x.double().abs() @ values.abs().t()
+    tolerance = size * 2**-8 + exact.abs() * 2**-8 + 1e-6
+    assert not got.isnan().any() and ((got.double() - exact).abs() <= tolerance).all()
 
 
 def check_gated(gated, plain, x, values):

@@ -18,6 +18,14 @@ def device(request):
 
 
 @pytest.fixture
+def hopper(device):
+    """The GPU, if it has the instructions of compute capability 9.0 alone."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    return device
+
+
+@pytest.fixture
 def launches(monkeypatch):
     """How often the kernels of products were launched."""
     seen = []

@@ -22,12 +22,13 @@ from nanovllm.kernels.cuda.packed.plan import (
     turns_of_a_phase,
     wide_shared_bytes,
 )
-from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES, dequantise_gguf
-from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
+from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES
 from tests.kernels.cuda.checks import (
+    check,
     check_fused,
     check_gated,
     check_machine_code,
+    make,
     nvcc,
     replayed,
     views_of_1024_columns,
@@ -40,37 +41,11 @@ BF16 = torch.bfloat16
 SUPPORT = library.packed_support
 
 
-def make(kind, rows, size, device, group=128, zeros=False, scale_dtype=BF16):
-    """(the operands of the packed ops, the weight in float64)"""
-    if kind in GGUF_TYPES:
-        of = GGUF_TYPES[kind]
-        weight = torch.randint(0, 256, (rows, of.plane_offsets(size)[1]), dtype=torch.uint8, device=device)
-        for name in {"d", "m"} & set(of.planes):
-            plane = of.plane(weight, name, size).flatten(1).view(torch.float16)
-            plane.copy_(torch.randn(plane.shape, device=device) * 0.001)
-        values = dequantise_gguf(weight, kind + PLANES, size).to(BF16)  # scaled weights are rounded
-        return (kind + PLANES, weight, None, None), values.double()
-    bits = int(kind[3:])
-    weight = torch.randint(0, 256, (rows, size * bits // 8), dtype=torch.uint8, device=device)
-    scale = (torch.randn(rows, size // group, device=device) * 0.01).to(scale_dtype)
-    zero = torch.randint(0, 2**bits, scale.shape, dtype=torch.uint8, device=device) if zeros else None
-    q = unpack_int4(weight) if bits == 4 else weight
-    values = dequantise_affine(q, scale, 2 ** (bits - 1) if zero is None else zero, torch.float64)
-    return (kind, weight, scale, zero), values
-
-
 def product(x, operands, bias=None):
     kind, weight, scale, zero = operands
     if scale is None:
         return products.linear_gguf(x, weight, kind, bias)
     return (products.linear_int4 if kind == "int4" else products.linear_int8)(x, weight, scale, zero, bias)
-
-
-def check(got, x, values, bias=None):
-    exact = x.double() @ values.t() + (0 if bias is None else bias.double())
-    size = x.double().abs() @ values.abs().t()
-    tolerance = size * 2**-8 + exact.abs() * 2**-8 + 1e-6
-    assert not got.isnan().any() and ((got.double() - exact).abs() <= tolerance).all()
 
 
 @pytest.mark.gpu
@@ -85,13 +60,6 @@ def test_values(kind, rows, size, device, launches):
         check(first, x, values, bias)
         assert all(torch.equal(first, product(x, operands, bias)) for _ in range(3)), "other bits in another run"
     assert len(launches) == 20
-
-
-@pytest.fixture
-def hopper(device):
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    return device
 
 
 @pytest.mark.gpu
@@ -295,7 +263,7 @@ def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("source", ["wide", "wide_zero"])
+@pytest.mark.parametrize("source", ["wide", "wide_zero", "box_int4"])
 def test_hopper_code_compiles_for_other_gpus(source, tmp_path):
     """One library has all kernels of the folder: what only Hopper has must not break it elsewhere."""
     nvcc("-arch=sm_120", "-cubin", "-o", tmp_path / "kernels", Path(library.FOLDER) / f"{source}.cu")

@@ -48,7 +48,7 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
       error = (zeros ? wide_zero_product : wide_product)(p, how, real, real_of(*scale), stream);
     } else {
       TORCH_CHECK_VALUE(real == Real::bfloat16 && !zeros, "x: expected bfloat16, and no zero points, with this plan");
-      error = ring_int4_product(p, how, real_of(*scale), stream);
+      error = (how.fragments == 8 ? box_int4_product : ring_int4_product)(p, how, real_of(*scale), stream);
     }
   } else if (storage <= Storage::int8_zero) {
     error = int8_product(p, how, real, real_of(*scale), storage == Storage::int8_zero, stream);

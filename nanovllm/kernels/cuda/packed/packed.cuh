@@ -37,7 +37,9 @@ struct Product {
   int32_t tokens, rows;
   int32_t steps, split_steps;  // of a row and of a split; a step is 128 columns of 4-bit weights, 64 of 8-bit ones
   int32_t phase_turns;         // turns for which x is in shared memory; in a turn every warp takes a step. wide: stages of x
+                               // boxes: stages of weights
   int32_t row_warps;           // warps (wide: warpgroups) of a block that have rows of their own; the others share columns
+                               // boxes: blocks
   int32_t step_shift;          // groups have 2^step_shift steps
   int32_t middle;              // the zero point of all weights
   int32_t gated;               // y = silu(gate) * up; the first half of the rows is the gate
@@ -48,6 +50,7 @@ struct Product {
 struct Launch {
   int32_t splits, warps, shared_bytes;
   int32_t fragments;  // of 16 rows. ring: 1 or 2, that a warp has. wide: 4, that a warpgroup has. 0: the kernel of product.cuh
+                      // 8: that of box.cuh
 };
 
 constexpr int MAX_TOKENS = 16;
@@ -56,6 +59,7 @@ constexpr int RING_WARPS = 12;  // ring: of a block, at most
 constexpr int WIDE_TOKENS = 128;
 constexpr int WIDE_STAGES = 6;  // wide: steps of a warp whose weights are on their way
 constexpr int WIDE_THREADS = 512;
+constexpr int BOX_WARPS = 16;  // boxes: of a block
 
 // Enqueue the product for x of type `x` and scales of type `scale`. The sources hold one storage each.
 cudaError_t int4_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
@@ -67,5 +71,6 @@ cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);    
 cudaError_t ring_product(const Product&, const Launch&, Storage, cudaStream_t);    // x: bfloat16; Q4_K and Q6_K
 // x: bfloat16, up to 8 tokens; int4, whose rows of scales begin at multiples of 16 bytes
 cudaError_t ring_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
+cudaError_t box_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);  // the same, and groups of 128 columns
 
 }  // namespace nanovllm::packed

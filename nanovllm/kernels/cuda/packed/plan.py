@@ -21,6 +21,16 @@ _WIDE_ROWS = 192
 """Of a block there."""
 _WIDE_GROUPS = 1 << 18
 """Groups of 128 columns that a weight has at least for that kernel."""
+BOX_FRAGMENTS = 8
+"""What `PackedCudaPlan.fragments` is for the kernel of box.cuh."""
+BOX_WARPS = 16
+"""Of a block of the kernel of box.cuh; as in packed.cuh."""
+_BOX_COLUMNS = 4096
+"""Of a stage there."""
+_BOX_GROUPS = 32
+"""Of 128 columns that a row has at least for that kernel: a stage. Shorter rows were not timed."""
+_BOX_SHARED_BYTES = 226 * 1024
+"""Of a block there, at most."""
 _ROW_BLOCKS = 2
 """Blocks a multiprocessor from which on few warps share a row."""
 _LARGE_ROWS = 16384
@@ -36,18 +46,20 @@ class PackedCudaPlan:
     """How a product is cut into blocks."""
 
     row_warps: int
-    """Warps of a block with rows of their own; of the kernel of wide.cuh, groups of four."""
+    """Warps of a block with rows of their own; of the kernel of wide.cuh, groups of four. Of the kernel of box.cuh it
+    is the number of blocks, which have rows of their own.
+    """
     warps: int
     """Of a block: `row_warps` times those that share the columns of a row. In wide.cuh four more copy x."""
     splits: int
     """Blocks that share the columns of the same rows. More than one leave sums, which another kernel adds."""
     fragments: int = 0
     """Of 16 rows, that a warp has in the kernel of ring.cuh, 1 or 2, or a warpgroup in that of wide.cuh, 4. 0: the
-    kernel of product.cuh.
+    kernel of product.cuh. 8: that of box.cuh.
     """
     stages: int = 0
     """Of the kernel of wide.cuh: tiles of x that have room in shared memory, of 256 columns each with up to 64 tokens,
-    else of 128: more than there are groups of warps that share columns.
+    else of 128: more than there are groups of warps that share columns. Of the kernel of box.cuh: tiles of weights.
     """
 
 
@@ -137,6 +149,39 @@ def wide_shared_bytes(plan: PackedCudaPlan, tokens: int) -> int:
     x = width * 256 * (2 if width <= 64 else 1)
     sums = (groups - plan.row_warps) * 64 * width * 4
     return max(groups * WIDE_STAGES * 4096 + plan.stages * (x + 16), sums)
+
+
+def box_tiles(rows: int, gated: bool) -> int:
+    """Tiles of a weight in the kernel of box.cuh: 16 rows; gated: 8 rows of each half."""
+    return -(-(rows // 2) // 8) if gated else -(-rows // 16)
+
+
+def box_plan(rows: int, tokens: int, multiprocessors: int, gated: bool, stages: int) -> PackedCudaPlan:
+    """A block a multiprocessor, or a multiple, so that the sums of all tiles of a block have room."""
+    tiles = box_tiles(rows, gated)
+    most = (_BOX_SHARED_BYTES - stages * _BOX_STAGE_BYTES) // (BOX_WARPS * 16 * tokens * 4)
+    waves = -(-tiles // (multiprocessors * most))
+    return PackedCudaPlan(min(tiles, waves * multiprocessors), BOX_WARPS, 1, BOX_FRAGMENTS, stages)
+
+
+def plan_boxes(
+    rows: int, groups: int, tokens: int, multiprocessors: int, gated: bool, sums: bool
+) -> PackedCudaPlan | None:
+    """For int4 and 1 to 8 tokens, where the kernel of box.cuh was faster on an H200 than that of ring.cuh in layers of
+    Qwen3-8B's shape (docs/log/kernels.md); None elsewhere.
+    """
+    if groups < _BOX_GROUPS:
+        return None
+    return box_plan(rows, tokens, multiprocessors, gated, 3)
+
+
+_BOX_STAGE_BYTES = 16 * (_BOX_COLUMNS // 2 + _BOX_COLUMNS // 64) + 16
+"""Weights, their scales, and two barriers."""
+
+
+def box_shared_bytes(plan: PackedCudaPlan, tiles: int, tokens: int) -> int:
+    """Of a block of the kernel of box.cuh: the weights on their way, and the sums of warps."""
+    return plan.stages * _BOX_STAGE_BYTES + -(-tiles // plan.row_warps) * BOX_WARPS * 16 * tokens * 4
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,16 @@ import torch
 from nanovllm.kernels.cuda.fp8 import products as fp8
 from nanovllm.kernels.cuda.packed.library import fp8_support, product_kernel
 from nanovllm.kernels.cuda.packed.plan import (
+    BOX_FRAGMENTS,
     MAX_TOKENS,
     WARP_ROWS,
     WIDE_TOKENS,
     PackedCudaPlan,
     ScalePlane,
+    box_shared_bytes,
+    box_tiles,
     phases_of,
+    plan_boxes,
     plan_packed_cuda,
     plan_ring,
     plan_wide,
@@ -151,12 +155,21 @@ def _takes_ring(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
     return not w.scale.stride(0) % 8 and not w.scale.data_ptr() % 16
 
 
-def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, sums: bool) -> PackedCudaPlan:
+def _takes_boxes(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
+    """Whether the kernel of box.cuh is a choice: as that of ring.cuh, with groups of 128 columns, two at a time."""
+    return w.storage == _Storage.INT4 and _takes_ring(w, x, tokens) and not w.step_shift and not x.shape[-1] % 256
+
+
+def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums: bool) -> PackedCudaPlan:
     groups = x.shape[-1] // _GROUP
     if tokens > MAX_TOKENS:
         wide = plan_wide(rows, groups, tokens, num_sms(x), sums)
         assert wide is not None  # `_operands` has asked
         return wide
+    if _takes_boxes(w, x, tokens) and not has_99_kib(x.device):
+        boxes = plan_boxes(rows, groups, tokens, num_sms(x), gated, sums)
+        if boxes is not None:
+            return boxes
     ring = None
     if _takes_ring(w, x, tokens):
         kind = "int4" if w.storage == _Storage.INT4 else w.storage.name
@@ -176,14 +189,16 @@ def _run(
     (rows, _), size = w.codes.shape, x.shape[-1]
     tokens = x.numel() // size
     columns = 512 // w.bits  # of a step
-    plan = plan or _plan(w, x, rows, tokens, sums)
+    plan = plan or _plan(w, x, rows, tokens, gated, sums)
     steps, group_steps = size // columns, _GROUP // columns
     split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
     splits = cdiv(steps, split_steps)
     column_warps = plan.warps // plan.row_warps
     turns = cdiv(split_steps, column_warps)
     panel: tuple[int, ...] = (0,) * 5
-    if plan.stages:
+    if plan.fragments == BOX_FRAGMENTS:
+        phase, shared_bytes = plan.stages, box_shared_bytes(plan, box_tiles(rows, gated), tokens)
+    elif plan.stages:
         phase, shared_bytes = plan.stages, wide_shared_bytes(plan, tokens)
     elif plan.fragments:
         phases = phases_of(plan, turns, tokens, columns, w.scales)

@@ -1,0 +1,76 @@
+#include "box.cuh"
+
+namespace nanovllm::packed {
+namespace {
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                            const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                            CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's function, without linking to the driver.
+Encode encoder() {
+  static const Encode found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
+#endif
+    return reinterpret_cast<Encode>(result == cudaDriverEntryPointSuccess ? function : nullptr);
+  }();
+  return found;
+}
+
+bool encode(CUtensorMap& map, CUtensorMapDataType type, const void* data, int rank, const cuuint64_t* sizes,
+            const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
+  const cuuint32_t steps[3] = {1, 1, 1};
+  return encoder()(&map, type, rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool make_maps(Maps& maps, const Product& p) {
+  const cuuint64_t rows = p.rows, groups = p.steps;
+  const cuuint64_t sizes[3] = {128, rows, groups / 2}, strides[2] = {p.weight_stride, 128};
+  const cuuint32_t box[3] = {128, 8, BOX_WARPS};
+  const cuuint64_t scale_sizes[2] = {groups, rows}, scale_strides[1] = {cuuint64_t(p.scale_stride) * 2};
+  const cuuint32_t scale_box[2] = {BOX_WARPS * BOX_GROUPS, 8};
+  return encode(maps.weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.weight, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B) &&
+         encode(maps.scale, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.scale, 2, scale_sizes, scale_strides, scale_box,
+                CU_TENSOR_MAP_SWIZZLE_NONE);
+}
+
+template <typename SCALE, int NT>
+cudaError_t box_launch(const Product& p, const Launch& how, cudaStream_t stream) {
+  Maps maps;
+  if (encoder() == nullptr) return cudaErrorNotSupported;
+  if (!make_maps(maps, p)) return cudaErrorInvalidValue;
+  const auto kernel = box_kernel<SCALE, NT>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(p.row_warps);
+  config.blockDim = dim3(BOX_THREADS);
+  config.dynamicSmemBytes = how.shared_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p, maps);
+}
+
+template <typename SCALE>
+cudaError_t with_tokens(const Product& p, const Launch& how, cudaStream_t stream) {
+  if (p.tokens > 8 || how.warps != BOX_WARPS) return cudaErrorInvalidValue;
+  return p.tokens <= 4 ? box_launch<SCALE, 1>(p, how, stream) : box_launch<SCALE, 2>(p, how, stream);
+}
+
+}  // namespace
+
+cudaError_t box_int4_product(const Product& p, const Launch& how, Real scale, cudaStream_t stream) {
+  return scale == Real::float16 ? with_tokens<__half>(p, how, stream) : with_tokens<__nv_bfloat16>(p, how, stream);
+}
+
+}  // namespace nanovllm::packed
