@@ -64,6 +64,18 @@ def test_boxes_have_room():
                     assert box_shared_bytes(plan, tiles, tokens) <= 227 * 1024
 
 
+@pytest.mark.parametrize("gated, sums", [(True, False), (False, True), (False, False)])
+def test_what_the_kernel_is_told(gated, sums, monkeypatch):
+    told = []
+    monkeypatch.setattr(products, "product_kernel", lambda *_: lambda *arguments: told.append(arguments[-1]))
+    operands, _ = make("int4", 4096, 4096, "cpu")
+    x = torch.randn(2, 4096, dtype=BF16)
+    plan = box_plan(4096, 2, 132, gated, 3)
+    y = products._run(x, products._operands(x, *operands), None, gated=gated, sums=sums, plan=plan)
+    assert y.shape == ((1, 2, 4096) if sums else (2, 2048) if gated else (2, 4096))
+    assert told[0][11:13] == (3, 132) and told[0][22:24] == (1, BOX_WARPS) and told[0][25] == BOX_FRAGMENTS
+
+
 @pytest.mark.slow
 def test_the_norms_kernel_has_room_beside_boxes(tmp_path):
     """16 warps of 96 registers a thread leave 64 for each thread of 8 warps; nothing much is spilled."""

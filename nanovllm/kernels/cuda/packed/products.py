@@ -193,10 +193,11 @@ def _run(
     steps, group_steps = size // columns, _GROUP // columns
     split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
     splits = cdiv(steps, split_steps)
-    column_warps = plan.warps // plan.row_warps
+    boxes = plan.fragments == BOX_FRAGMENTS
+    column_warps = plan.warps if boxes else plan.warps // plan.row_warps
     turns = cdiv(split_steps, column_warps)
     panel: tuple[int, ...] = (0,) * 5
-    if plan.fragments == BOX_FRAGMENTS:
+    if boxes:
         phase, shared_bytes = plan.stages, box_shared_bytes(plan, box_tiles(rows, gated), tokens)
     elif plan.stages:
         phase, shared_bytes = plan.stages, wide_shared_bytes(plan, tokens)
