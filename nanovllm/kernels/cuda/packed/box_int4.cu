@@ -40,12 +40,13 @@ bool make_maps(Maps& maps, const Product& p) {
                 CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-template <typename SCALE, int NT>
+template <typename SCALE>
 cudaError_t box_launch(const Product& p, const Launch& how, cudaStream_t stream) {
   Maps maps;
+  if (p.tokens != 1 || how.warps != BOX_WARPS) return cudaErrorInvalidValue;
   if (encoder() == nullptr) return cudaErrorNotSupported;
   if (!make_maps(maps, p)) return cudaErrorInvalidValue;
-  const auto kernel = box_kernel<SCALE, NT>;
+  const auto kernel = box_kernel<SCALE>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};
@@ -61,16 +62,10 @@ cudaError_t box_launch(const Product& p, const Launch& how, cudaStream_t stream)
   return cudaLaunchKernelEx(&config, kernel, p, maps);
 }
 
-template <typename SCALE>
-cudaError_t with_tokens(const Product& p, const Launch& how, cudaStream_t stream) {
-  if (p.tokens > 8 || how.warps != BOX_WARPS) return cudaErrorInvalidValue;
-  return p.tokens <= 4 ? box_launch<SCALE, 1>(p, how, stream) : box_launch<SCALE, 2>(p, how, stream);
-}
-
 }  // namespace
 
 cudaError_t box_int4_product(const Product& p, const Launch& how, Real scale, cudaStream_t stream) {
-  return scale == Real::float16 ? with_tokens<__half>(p, how, stream) : with_tokens<__nv_bfloat16>(p, how, stream);
+  return scale == Real::float16 ? box_launch<__half>(p, how, stream) : box_launch<__nv_bfloat16>(p, how, stream);
 }
 
 }  // namespace nanovllm::packed

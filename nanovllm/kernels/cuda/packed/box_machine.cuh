@@ -34,7 +34,7 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 }
 // 16 bytes from a constant distance on, or zeros.
 template <int OFFSET>
-__device__ __forceinline__ uint4 load_tokens(const uint8_t* p, bool live) {
+__device__ __forceinline__ uint4 load_token(const uint8_t* p, bool live) {
   uint4 v;
   asm volatile(
       "{ .reg .pred live; setp.ne.u32 live, %6, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"

@@ -71,6 +71,7 @@ cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);    
 cudaError_t ring_product(const Product&, const Launch&, Storage, cudaStream_t);    // x: bfloat16; Q4_K and Q6_K
 // x: bfloat16, up to 8 tokens; int4, whose rows of scales begin at multiples of 16 bytes
 cudaError_t ring_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
-cudaError_t box_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);  // the same, and groups of 128 columns
+// x: bfloat16, one token; int4 in groups of 128 columns, an even number of them; rows of scales as above
+cudaError_t box_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
 
 }  // namespace nanovllm::packed

@@ -25,12 +25,19 @@ BOX_FRAGMENTS = 8
 """What `PackedCudaPlan.fragments` is for the kernel of box.cuh."""
 BOX_WARPS = 16
 """Of a block of the kernel of box.cuh; as in packed.cuh."""
-_BOX_COLUMNS = 4096
-"""Of a stage there."""
+_BOX_STAGES = 2
+"""Tiles of weights that have room in shared memory there. With 3 to 5 it was not faster."""
 _BOX_GROUPS = 32
-"""Of 128 columns that a row has at least for that kernel: a stage. Shorter rows were not timed."""
+"""Of 128 columns, of a tile there."""
+_BOX_STAGE_BYTES = 16 * _BOX_GROUPS * (64 + 2) + 16
+"""Weights, their scales, and two barriers."""
+_BOX_SUMS_BYTES = BOX_WARPS * 16 * 4
+"""Of a tile: every warp has a sum of each row."""
 _BOX_SHARED_BYTES = 226 * 1024
 """Of a block there, at most."""
+_BOX_TIMED_ROWS = range(4096, 24576 + 1)
+_BOX_TIMED_GROUPS = range(_BOX_GROUPS, 96 + 1, _BOX_GROUPS)
+"""Of 128 columns: whole tiles."""
 _ROW_BLOCKS = 2
 """Blocks a multiprocessor from which on few warps share a row."""
 _LARGE_ROWS = 16384
@@ -156,32 +163,26 @@ def box_tiles(rows: int, gated: bool) -> int:
     return -(-(rows // 2) // 8) if gated else -(-rows // 16)
 
 
-def box_plan(rows: int, tokens: int, multiprocessors: int, gated: bool, stages: int) -> PackedCudaPlan:
-    """A block a multiprocessor, or a multiple, so that the sums of all tiles of a block have room."""
+def box_plan(rows: int, multiprocessors: int, gated: bool, stages: int = _BOX_STAGES) -> PackedCudaPlan:
+    """One block on each of the multiprocessors, or a multiple, so that a block has room for the sums of its tiles."""
     tiles = box_tiles(rows, gated)
-    most = (_BOX_SHARED_BYTES - stages * _BOX_STAGE_BYTES) // (BOX_WARPS * 16 * tokens * 4)
+    most = (_BOX_SHARED_BYTES - stages * _BOX_STAGE_BYTES) // _BOX_SUMS_BYTES
     waves = -(-tiles // (multiprocessors * most))
     return PackedCudaPlan(min(tiles, waves * multiprocessors), BOX_WARPS, 1, BOX_FRAGMENTS, stages)
 
 
-def plan_boxes(
-    rows: int, groups: int, tokens: int, multiprocessors: int, gated: bool, sums: bool
-) -> PackedCudaPlan | None:
-    """For int4 and 1 to 8 tokens, where the kernel of box.cuh was faster on an H200 than that of ring.cuh in layers of
-    Qwen3-8B's shape (docs/log/kernels.md); None elsewhere.
-    """
-    if groups < _BOX_GROUPS:
-        return None
-    return box_plan(rows, tokens, multiprocessors, gated, 3)
-
-
-_BOX_STAGE_BYTES = 16 * (_BOX_COLUMNS // 2 + _BOX_COLUMNS // 64) + 16
-"""Weights, their scales, and two barriers."""
-
-
-def box_shared_bytes(plan: PackedCudaPlan, tiles: int, tokens: int) -> int:
+def box_shared_bytes(plan: PackedCudaPlan, tiles: int) -> int:
     """Of a block of the kernel of box.cuh: the weights on their way, and the sums of warps."""
-    return plan.stages * _BOX_STAGE_BYTES + -(-tiles // plan.row_warps) * BOX_WARPS * 16 * tokens * 4
+    return plan.stages * _BOX_STAGE_BYTES + -(-tiles // plan.row_warps) * _BOX_SUMS_BYTES
+
+
+def plan_boxes(rows: int, groups: int, multiprocessors: int, gated: bool) -> PackedCudaPlan | None:
+    """For int4 and one token, where the kernel of box.cuh was faster on an H200 than that of ring.cuh in layers of
+    Qwen3-8B's shape (docs/log/kernels.md). None elsewhere, also for weights smaller or larger than were timed.
+    """
+    if rows not in _BOX_TIMED_ROWS or groups not in _BOX_TIMED_GROUPS:
+        return None
+    return box_plan(rows, multiprocessors, gated)
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,12 @@ def _takes_ring(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
 
 
 def _takes_boxes(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
-    """Whether the kernel of box.cuh is a choice: as that of ring.cuh, with groups of 128 columns, two at a time."""
-    return w.storage == _Storage.INT4 and _takes_ring(w, x, tokens) and not w.step_shift and not x.shape[-1] % 256
+    """Whether the kernel of box.cuh is a choice: one token on Hopper, else as that of ring.cuh, and groups of 128
+    columns, two at a time.
+    """
+    if w.storage != _Storage.INT4 or tokens != 1 or w.step_shift or x.shape[-1] % 256 or not _has_wide(x.device):
+        return False
+    return _takes_ring(w, x, tokens)
 
 
 def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums: bool) -> PackedCudaPlan:
@@ -166,15 +170,12 @@ def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums
         wide = plan_wide(rows, groups, tokens, num_sms(x), sums)
         assert wide is not None  # `_operands` has asked
         return wide
-    if _takes_boxes(w, x, tokens) and not has_99_kib(x.device):
-        boxes = plan_boxes(rows, groups, tokens, num_sms(x), gated, sums)
-        if boxes is not None:
-            return boxes
+    boxes = plan_boxes(rows, groups, num_sms(x), gated) if _takes_boxes(w, x, tokens) else None
     ring = None
-    if _takes_ring(w, x, tokens):
+    if boxes is None and _takes_ring(w, x, tokens):
         kind = "int4" if w.storage == _Storage.INT4 else w.storage.name
         ring = plan_ring(kind, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
-    return ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
+    return boxes or ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
 
 def _run(
@@ -198,7 +199,7 @@ def _run(
     turns = cdiv(split_steps, column_warps)
     panel: tuple[int, ...] = (0,) * 5
     if boxes:
-        phase, shared_bytes = plan.stages, box_shared_bytes(plan, box_tiles(rows, gated), tokens)
+        phase, shared_bytes = plan.stages, box_shared_bytes(plan, box_tiles(rows, gated))
     elif plan.stages:
         phase, shared_bytes = plan.stages, wide_shared_bytes(plan, tokens)
     elif plan.fragments:
