@@ -8,7 +8,8 @@
 // times a signed byte plus a signed byte, and these are two of the 8 columns of `mma.m16n8k32`; the others are zeros. Three
 // instructions of the machine make bytes of eight weights. Sums of integers are exact. They begin with the bits of 1.5 * 2^23
 // less the zero point times the sum of x, so they are the bits of a float32. It is multiplied by the scale of its group of
-// weights in float32. An infinity or a NaN of x makes every result NaN. Numbers below 2^-115 count as zeros.
+// weights in float32. An infinity or a NaN of x makes every result NaN. Among 256 columns that are all below 2^-100, those below
+// 2^-116 count as zeros.
 #pragma once
 
 #include "box_machine.cuh"
