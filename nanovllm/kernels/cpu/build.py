@@ -234,6 +234,7 @@ def _finish(job: subprocess.Popen[str]) -> None:
     else:
         remedy = f"set CXX to {WANTED}"
     raise BuildError(
-        f"the C++ kernels do not compile with {compiler()}; {remedy}; or run without them: use_custom_kernels=False"
+        f"the C++ kernels do not compile with {compiler()}; {remedy}; or run without them:"
+        " use_custom_kernels=False (--no-use-custom-kernels)"
         f"\n{last}"
     )

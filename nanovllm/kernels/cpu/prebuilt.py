@@ -88,7 +88,7 @@ def check_whole(path: Path) -> None:
     if path.stem.rpartition("_")[2] != _digest(content):
         raise RuntimeError(
             f"{path} is damaged: its {len(content)} bytes are not those that its name stands for; "
-            "install nanovllm again, or pass use_custom_kernels=False"
+            "install nanovllm again, or pass use_custom_kernels=False (--no-use-custom-kernels)"
         )
 
 

@@ -103,6 +103,7 @@ def test_a_damaged_library_is_named(directory, no_compiler, monkeypatch):
     with pytest.raises(RuntimeError) as e:
         load_library()
     assert f"{path} is damaged: its 3000 bytes" in str(e.value) and "install nanovllm again" in str(e.value)
+    assert "--no-use-custom-kernels" in str(e.value)
 
 
 PRODUCT = """
