@@ -91,6 +91,65 @@ struct BoxToken {
   }
 };
 
+// y: of rows g and g + 8 the products with the high bytes of x and with the low ones, in lanes of t 0.
+template <typename SCALE>
+__device__ __forceinline__ void multiply_tile(float (&y)[4], const uint4 (&words)[BOX_GROUPS][2], const uint32_t (&pairs)[2],
+                                              const BoxToken& x) {
+#pragma unroll
+  for (int i = 0; i < BOX_GROUPS; ++i) {
+    int32_t sum[4] = {x.first[i][0], x.first[i][1], x.first[i][0], x.first[i][1]};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t a[4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4& v = words[i][h];
+        const uint32_t word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
+        a[h] = word & 0x0f0f0f0fu;
+        a[2 + h] = word >> 4 & 0x0f0f0f0fu;
+      }
+      multiply_bytes(sum, a[0], a[1], a[2], a[3], x.words[i][j][0], x.words[i][j][1], sum[0], sum[1], sum[2], sum[3]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float scale = Half<SCALE>::widen_bits(i ? pairs[e / 2] >> 16 : pairs[e / 2] & 0xffffu);
+      const float v = __uint_as_float(sum[e]) - INTEGER;
+      y[e] = i ? fmaf(v, scale, y[e]) : v * scale;
+    }
+  }
+}
+
+// Adds the sums of the warps, in order: sums[tile][warp][16 rows].
+__device__ __forceinline__ void write_results(const Product& p, const float* sums, int first_tile, int tiles) {
+  using T = __nv_bfloat16;
+  const int half = p.rows >> 1;
+  const int each = p.gated ? 8 : 16;
+  auto total = [&](int tile, int row) {
+    float v = 0;
+#pragma unroll
+    for (int w = 0; w < BOX_WARPS; ++w) v += sums[(tile * BOX_WARPS + w) * 16 + row];
+    return v;
+  };
+  for (int i = threadIdx.x; i < tiles * each; i += BOX_THREADS) {
+    const int row = i & (each - 1), tile = i / each;
+    const int r = first_tile * each + i;
+    const float v = total(tile, row);
+    if (p.gated) {
+      if (r >= half) continue;
+      const float gate = Half<T>::widen(Half<T>::narrow(v)), up = Half<T>::widen(Half<T>::narrow(total(tile, 8 + row)));
+      const float silu = Half<T>::widen(Half<T>::narrow(gate / (1.0f + __expf(-gate))));
+      static_cast<T*>(p.y)[r] = Half<T>::narrow(silu * up);
+    } else if (r < p.rows) {
+      if (p.sums) {
+        static_cast<float*>(p.y)[r] = v;
+      } else {
+        const T* bias = static_cast<const T*>(p.bias);
+        static_cast<T*>(p.y)[r] = Half<T>::narrow(bias ? v + Half<T>::widen(bias[r]) : v);
+      }
+    }
+  }
+}
+
 template <typename SCALE>
 __global__ void __maxnreg__(BOX_REGISTERS) box_kernel(const __grid_constant__ Product p, const __grid_constant__ Maps maps) {
   using T = __nv_bfloat16;
@@ -161,28 +220,7 @@ __global__ void __maxnreg__(BOX_REGISTERS) box_kernel(const __grid_constant__ Pr
       if (lane == 0) barrier_arrive(empty + slot * 8);
 
       float y[4];
-#pragma unroll
-      for (int i = 0; i < BOX_GROUPS; ++i) {
-        int32_t sum[4] = {x.first[i][0], x.first[i][1], x.first[i][0], x.first[i][1]};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          uint32_t a[4];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const uint4& v = words[i][h];
-            const uint32_t word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w;
-            a[h] = word & 0x0f0f0f0fu;
-            a[2 + h] = word >> 4 & 0x0f0f0f0fu;
-          }
-          multiply_bytes(sum, a[0], a[1], a[2], a[3], x.words[i][j][0], x.words[i][j][1], sum[0], sum[1], sum[2], sum[3]);
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float scale = Half<SCALE>::widen_bits(i ? pairs[e / 2] >> 16 : pairs[e / 2] & 0xffffu);
-          const float v = __uint_as_float(sum[e]) - INTEGER;
-          y[e] = i ? fmaf(v, scale, y[e]) : v * scale;
-        }
-      }
+      multiply_tile<SCALE>(y, words, pairs, x);
       if (t == 0) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -201,32 +239,7 @@ __global__ void __maxnreg__(BOX_REGISTERS) box_kernel(const __grid_constant__ Pr
   }
   __syncthreads();
 
-  // The sums of the warps, in order.
-  const int each = p.gated ? 8 : 16;
-  auto total = [&](int tile, int row) {
-    float v = 0;
-#pragma unroll
-    for (int w = 0; w < BOX_WARPS; ++w) v += sums[(tile * BOX_WARPS + w) * 16 + row];
-    return v;
-  };
-  for (int i = threadIdx.x; i < tiles * each; i += BOX_THREADS) {
-    const int row = i & (each - 1), tile = i / each;
-    const int r = first_tile * each + i;
-    const float v = total(tile, row);
-    if (p.gated) {
-      if (r >= half) continue;
-      const float gate = Half<T>::widen(Half<T>::narrow(v)), up = Half<T>::widen(Half<T>::narrow(total(tile, 8 + row)));
-      const float silu = Half<T>::widen(Half<T>::narrow(gate / (1.0f + __expf(-gate))));
-      static_cast<T*>(p.y)[r] = Half<T>::narrow(silu * up);
-    } else if (r < p.rows) {
-      if (p.sums) {
-        static_cast<float*>(p.y)[r] = v;
-      } else {
-        const T* bias = static_cast<const T*>(p.bias);
-        static_cast<T*>(p.y)[r] = Half<T>::narrow(bias ? v + Half<T>::widen(bias[r]) : v);
-      }
-    }
-  }
+  write_results(p, sums, first_tile, tiles);
 }
 
 }  // namespace nanovllm::packed
