@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import sys
 import textwrap
@@ -42,6 +43,8 @@ def run_program(name: str, main: Callable[[], int | None], quick_exit: bool = Tr
         print(f"\n{name}: interrupted", file=sys.stderr)
         code = INTERRUPTED
     except BrokenPipeError:
+        if not _reader_has_gone():  # it was another pipe, or a connection
+            raise
         # The text still in the buffer must not raise again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
@@ -54,6 +57,16 @@ def run_program(name: str, main: Callable[[], int | None], quick_exit: bool = Tr
     if end is not None:
         end.code = code
     sys.exit(code)
+
+
+def _reader_has_gone() -> bool:
+    """Whether standard output or standard error is closed at its other end, as far as the system tells."""
+    if not hasattr(select, "poll") or os.path.samestat(os.fstat(1), os.stat(os.devnull)):
+        return True  # rich puts the null device in place of a closed output
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def _exit_code(main: Callable[[], int | None]) -> int:

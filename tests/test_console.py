@@ -3,6 +3,8 @@
 import io
 import logging
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -123,3 +125,23 @@ def test_a_wide_table_in_a_pipe_has_a_line_a_row_and_on_a_terminal_its_width(wid
     print_table(HEADINGS, ROWS, TEXT, wide=True)
     lines = re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= width
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system may not tell")
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("code", ["main()", "typer.run(main)"])
+def test_only_a_closed_pipe_of_the_output_is_no_failure(code, closed):
+    """A BrokenPipeError may also be of a process of the engine that has died."""
+    program = (
+        "import typer\nfrom nanovllm.console import run_program\n"
+        "def main(): input(); print('x', flush=True); raise BrokenPipeError(32, 'another pipe')\n"
+        f"run_program('test', lambda: {code})"
+    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", program], text=True, **pipes)
+    if closed:
+        process.stdout.close()
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    error = process.stderr.read()
+    assert process.wait() == (0 if closed else 1) and ("another pipe" in error) != closed
