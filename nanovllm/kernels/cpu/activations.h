@@ -57,8 +57,8 @@ class Activations {
    public:
     // width: the largest. parts: of the integers that quantised weights are multiplied with; 0: there are none. rounds:
     // whether a weight does.
-    Activations(int64_t count, int64_t width, int parts, bool rounds = false) : count_(count), parts_(parts) {
-        set_width(width);
+    Activations(int64_t count, int64_t width, int parts, bool rounds = false)
+        : count_(count), width_(width), stride_(padded(width)), parts_(parts) {
         const size_t groups = stride_ / GROUP;
         values_.resize((size_t)count * stride_);
         if (count >= AMX_TOKENS && has_amx()) {
@@ -70,32 +70,27 @@ class Activations {
             exact_.resize(count * groups);
         }
         if (CAN_ROUND && rounds && splits_.empty() && count >= ROUNDED_TOKENS) pairs_.resize((size_t)count * stride_ / 2);
+        for (int64_t i = 0; i < count; i++) pad(i);
     }
 
     // At most the constructor's. The rows lose their values.
     void set_width(int64_t width) {
         width_ = width;
-        stride_ = (width + 255) / 256 * 256;
+        stride_ = padded(width);
+        shared_ = true;
     }
 
     float* row(int64_t i) { return values_.data() + i * stride_; }
     int64_t stride() const { return stride_; }
 
     void finish(int64_t i) {
-        const int64_t groups = stride_ / GROUP, filled = (width_ + GROUP - 1) / GROUP;
-        std::fill(row(i) + width_, row(i) + stride_, 0.0f);
-        for (int64_t g = 0; g < filled; g++) {
+        const int64_t groups = stride_ / GROUP;
+        if (shared_) pad(i);
+        for (int64_t g = 0; g < filled_groups(); g++) {
             const int64_t at = i * groups + g;
+            if (!splits_.empty()) split(i, g);
             if (!one_.empty()) to_integers(row(i) + g * GROUP, one_[at]);
             if (!exact_.empty()) to_integers(row(i) + g * GROUP, exact_[at]);
-        }
-        for (int64_t at = i * groups + filled; at < (i + 1) * groups; at++) {
-            if (!one_.empty()) std::memset((void*)&one_[at], 0, sizeof one_[at]);
-            if (!exact_.empty()) std::memset((void*)&exact_[at], 0, sizeof exact_[at]);
-        }
-        if (!splits_.empty()) {
-            for (int64_t g = 0; g < groups; g++) split(i, g);
-            if (i == count_ - 1) clear_missing();
         }
         if (!pairs_.empty()) to_pairs(i);
     }
@@ -106,6 +101,9 @@ class Activations {
     }
 
    private:
+    static int64_t padded(int64_t width) { return (width + 255) / 256 * 256; }
+    int64_t filled_groups() const { return (width_ + GROUP - 1) / GROUP; }
+
     template <int P>
     static void to_integers(const float* from, Integers<P>& to) {
         constexpr float limit = P == 1 ? 127.0f : 127.0f * 65536;
@@ -155,19 +153,31 @@ class Activations {
 #endif
     }
 
-    // The last block's tokens after the last one are zeros.
-    void clear_missing() {
-        const int64_t groups = stride_ / GROUP, block = (count_ - 1) / Split::TOKENS;
-        for (int64_t lane = (count_ - 1) % Split::TOKENS + 1; lane < Split::TOKENS; lane++)
-            for (int64_t g = 0; g < groups; g++) {
-                for (int p = 0; p < EXACT_PARTS; p++)
-                    std::fill_n(splits_[(block * EXACT_PARTS + p) * groups + g].values[lane], GROUP, 0);
-                ((float*)&sums_[block * groups + g])[lane] = 0.0f;
-            }
+    // Zeros after a row, and after the last one for tokens that its block lacks.
+    void pad(int64_t i) {
+        const int64_t groups = stride_ / GROUP, filled = filled_groups();
+        std::fill(row(i) + width_, row(i) + stride_, 0.0f);
+        for (int64_t g = filled; g < groups; g++) {
+            const int64_t at = i * groups + g;
+            if (!splits_.empty()) clear(i, g);
+            if (!one_.empty()) std::memset((void*)&one_[at], 0, sizeof one_[at]);
+            if (!exact_.empty()) std::memset((void*)&exact_[at], 0, sizeof exact_[at]);
+        }
+        if (!splits_.empty() && i == count_ - 1)
+            for (int64_t missing = count_; missing % Split::TOKENS; missing++)
+                for (int64_t g = 0; g < groups; g++) clear(missing, g);
+    }
+
+    void clear(int64_t token, int64_t g) {
+        const int64_t groups = stride_ / GROUP, block = token / Split::TOKENS, lane = token % Split::TOKENS;
+        for (int p = 0; p < EXACT_PARTS; p++)
+            std::fill_n(splits_[(block * EXACT_PARTS + p) * groups + g].values[lane], GROUP, 0);
+        ((float*)&sums_[block * groups + g])[lane] = 0.0f;
     }
 
     int64_t count_, width_, stride_;
     int parts_;
+    bool shared_ = false;  // rows of several widths: padding is written anew with each row
     Buffer<float> values_;
     Buffer<Integers<1>> one_;
     Buffer<Integers<EXACT_PARTS>> exact_;
