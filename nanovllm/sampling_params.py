@@ -110,7 +110,7 @@ class SamplingParams:
         self._logit_bias()
         self._structured_outputs()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            self._fail("min_tokens", f"is above max_tokens={self.max_tokens}; lower it or raise max_tokens")
+            self._fail("min_tokens", f"is above max_tokens={self.max_tokens}; lower the one or raise the other")
 
     def most_tokens(self, prompt_len: int, max_model_len: int) -> int:
         """The length at which a sequence ends, prompt included, in an engine of this `max_model_len`."""

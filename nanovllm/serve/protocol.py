@@ -181,6 +181,8 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         if other is not None and error.param is not None:
             error.message = error.message.replace(error.param, other, 1)
             error.param = other
+        for name, other in names.items():  # a value that is named beside that of the field
+            error.message = re.sub(rf"\b{name}=", f"{other}=", error.message)
         raise
 
 

@@ -194,6 +194,7 @@ def test_the_fields_that_vllm_adds_to_responses_and_messages(server):
     assert server.post("/v1/responses", input="x", max_output_tokens=4, **ends)["usage"]["output_tokens"] == 1
     for path, body, said in (
         ("responses", {"input": "word " * 999}, "max_model_len=256"),
+        ("responses", {"input": "x", "max_output_tokens": 5, "min_tokens": 9}, "above max_output_tokens=5"),
         ("responses", {"input": "x", "stop": [""]}, "stop=['']"),
         ("responses", {"input": "x", "min_p": 2}, "min_p=2.0"),
         ("responses", {"input": "x", "min_tokens": -1}, "min_tokens=-1"),
