@@ -102,7 +102,8 @@ def test_engines_share_the_cpus(monkeypatch):
 def test_a_side_that_fails_leaves_the_others(capsys, tmp_path):
     args = adapters_compiled.parser().parse_args(["--rounds", "2", "--json", str(tmp_path / "rows.json")])
     turns = adapters_compiled.Turns(args)
-    prepared = {"took": 1.0, "pid": 7, "works": ["prefill"], "graphs": 1, "breaks": 0, "reasons": [], "failures": {}}
+    counts = {"graphs": 1, "breaks": 0, "skips": 0}
+    prepared = {"took": 1.0, "pid": 7, "works": ["prefill"], **counts, "reasons": [], "failures": {}}
     torch.save((None, torch.tensor([1.0, -4.0])), tmp_path / "7-0")
     torch.save((None, torch.tensor([1.5, -4.0])), tmp_path / "8-0")
     peers = {
