@@ -143,6 +143,7 @@ def test_a_run_goes_on_where_another_ended(tmp_path):
     assert reasons(run(found, tmp_path, resume=True)) == [MEASURED] * 3
 
 
+@pytest.mark.slow
 def test_an_error_ends_its_job_and_a_lost_device_the_run(tmp_path):
     found = rms_jobs((1, 1024), (64, 1024), (256, 1024))
     results = run(found, tmp_path, Breaking)
@@ -188,6 +189,7 @@ def test_a_hang_ends_the_process_and_the_next_run_goes_on_after_it(tmp_path):
     assert reasons(run(found, tmp_path, resume=True)) == [MEASURED, FATAL, None]
 
 
+@pytest.mark.slow
 def test_a_note_counts_when_its_process_is_dead_and_stays_while_it_lives(tmp_path):
     found = rms_jobs((64, 1024), (256, 1024))
 

@@ -146,6 +146,7 @@ class Block(torch.nn.Module):
         return kernels.softmax(y) * residual
 
 
+@pytest.mark.slow
 def test_training_a_module_with_the_default_backend():
     block, x, residual = Block().to(DEVICE), randn(5, 16), randn(5, 16)
     wanted = [x.requires_grad_(), *block.parameters()]
