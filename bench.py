@@ -67,7 +67,12 @@ def _add_load(group: Any) -> None:
     group.add_argument("--output-len", help="tokens, or bounds")
     group.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
     group.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
-    group.add_argument("--rounds", type=int, default=1, help="how many times to run all engines, one after the other")
+    group.add_argument(
+        "--rounds",
+        type=int,
+        default=1,
+        help="how often each engine is started, by turns; a ratio is a median of theirs",
+    )
     group.add_argument("--temperature", type=float, default=0.6, help="temperature of every request; 0: greedy")
     group.add_argument("--top-p", type=float, default=1.0, help="top-p of every request")
     group.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed ones")

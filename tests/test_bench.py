@@ -84,6 +84,25 @@ def test_a_run_counts_what_it_should(run):
     assert re.search(r"custom +nanovllm custom +[\d,.]+ ", out)
 
 
+def test_each_round_starts_every_engine_anew(run):
+    started = []
+
+    def around(launch):
+        def counted(job, emit):
+            if job.task == "measure":
+                started.append((job.engine, job.seed))
+            launch(job, emit)
+
+        return counted
+
+    _, out, record = run(
+        *SMALL, "--engine", "nanovllm,transformers", "--rounds", "2", "--dtype", "float32", around=around
+    )
+    assert started == [("nanovllm", 0), ("transformers", 0), ("nanovllm", 2), ("transformers", 2)]
+    assert [[r["round"] for r in row["repeats"]] for row in record["rows"]] == [[0, 0, 1, 1]] * 2
+    assert re.search(r"nanovllm is [\d.]+x transformers [\d.]+ \([\d.]+ to [\d.]+ in 2 rounds\)", out)
+
+
 def test_requests_that_arrive_over_time(run):
     load = "--num-requests 5 --input-len 6 --output-len 4 --rate 40 --repeat 1 --warmup 0"
     code, out, record = run(*load.split(), "--wide")

@@ -52,6 +52,7 @@ class Benchmark:
         self.variant = "native" if args.use_custom_kernels is False else "custom"
         self.record = results.new_record(root, command_line.recorded(args))
         self.table, self.status = text.TextTable(args.wide), StatusLine()
+        self.round = 0
         self._check_places()
 
     def run(self) -> int:
@@ -65,6 +66,7 @@ class Benchmark:
         try:
             self._measure_rates()
             for turn in range(self.args.rounds):
+                self.round = turn
                 for job in self._jobs():
                     # Other prompts each time: the seeds of one round lie beside each other.
                     job = dataclasses.replace(job, seed=job.seed + turn * job.repeat)
@@ -216,6 +218,7 @@ class Benchmark:
 
     def _take_row(self, row: Row) -> None:
         row.model = self.label
+        row.repeats = [dataclasses.replace(repeat, round=self.round) for repeat in row.repeats]
         self.status.clear()
         if not self.record.rows:
             print(self.table.head())

@@ -116,6 +116,8 @@ class Repeat:
     """Processors that other processes kept busy meanwhile."""
     fp8_flops: int = 0
     """Those of `flops` that are products with quantised activations; 0 in results of before they were counted."""
+    round: int = 0
+    """Which of a run's rounds it belongs to; 0 in results of before it was noted."""
 
     @property
     def output_rate(self) -> float:
@@ -176,9 +178,17 @@ class Row:
     mfu: float | None = None
 
     def median(self, name: str) -> float | None:
-        """The median over the repeats of an attribute of `Repeat`."""
-        values = [v for v in (getattr(r, name) for r in self.repeats) if v is not None]
+        """The median over the rounds of `medians`."""
+        values = self.medians(name).values()
         return statistics.median(values) if values else None
+
+    def medians(self, name: str) -> dict[int, float]:
+        """By round the median over its repeats of an attribute of `Repeat`. A round is one process."""
+        found: dict[int, list[float]] = {}
+        for repeat in self.repeats:
+            if (value := getattr(repeat, name)) is not None:
+                found.setdefault(repeat.round, []).append(value)
+        return {number: statistics.median(values) for number, values in found.items()}
 
     @property
     def spread(self) -> float | None:

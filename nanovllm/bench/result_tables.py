@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,17 +118,31 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
                 )
             elif other.engine != row.engine:
                 peer = f"{other.engine} {other.about.get('version', '')}".rstrip()
-                lines.append(f"{row.workload}: nanovllm is {_times(row, other)} {peer}")
+                lines.append(f"{row.workload}: nanovllm is {_times(row, other)} {peer}{_of_rounds(row, other)}")
     return lines
 
 
 def gain(row: Row, without: Row) -> float:
-    """How much faster `row` is, of 1."""
+    """How much faster `row` is, of 1: the median over the rounds that have both, or without one that of the medians."""
+    if ratios := _ratios(row, without):
+        return statistics.median(ratios) - 1
     return (row.median("output_rate") or 0.0) / (without.median("output_rate") or 1.0) - 1
 
 
 def _times(row: Row, other: Row) -> str:
-    return f"{(row.median('output_rate') or 0.0) / (other.median('output_rate') or 1.0):.2f}x"
+    return f"{gain(row, other) + 1:.2f}x"
+
+
+def _of_rounds(row: Row, other: Row) -> str:
+    """What the ratio is a median of, where there are several rounds."""
+    ratios = _ratios(row, other)
+    return f" ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds)" if len(ratios) > 1 else ""
+
+
+def _ratios(row: Row, other: Row) -> list[float]:
+    """The ratio of the two rates in each round that has both: what slows a machine for minutes slows both."""
+    rates, others = row.medians("output_rate"), other.medians("output_rate")
+    return [rate / others[number] for number, rate in rates.items() if others.get(number)]
 
 
 def check_lines(checks: Sequence[Check]) -> list[str]:

@@ -247,6 +247,22 @@ def test_lines_of_comparisons():
     assert result_tables.name_of(row(100.0)) == "nanovllm custom"
 
 
+def test_a_ratio_is_the_median_of_the_rounds_that_have_both():
+    def rounds(rates, **more):
+        made = row(1.0, **more)
+        made.repeats = [dataclasses.replace(row(rate).repeats[0], round=number) for number, rate in rates]
+        return made
+
+    # A machine that becomes ten times slower: 2.0, 3.0 and 2.5 times, where the medians are 20 and 50.
+    ours = rounds([(0, 200.0), (1, 30.0), (2, 20.0), (2, 25.0), (2, 90.0), (3, 7.0)])
+    theirs = rounds([(0, 100.0), (1, 10.0), (2, 10.0)], engine="vllm", variant="")
+    assert ours.medians("output_rate") == pytest.approx({0: 200.0, 1: 30.0, 2: 25.0, 3: 7.0})
+    assert ours.median("output_rate") == pytest.approx(27.5)  # of processes, whatever their number of repeats
+    assert result_tables.comparison_lines([ours, theirs]) == ["bs1: nanovllm is 2.50x vllm (2.00 to 3.00 in 3 rounds)"]
+    apart = rounds([(5, 10.0)], engine="vllm", variant="")
+    assert result_tables.comparison_lines([ours, apart]) == ["bs1: nanovllm is 2.75x vllm"]
+
+
 def test_rows_fit_80_columns():
     narrow, wide = result_tables.TextTable(wide=False), result_tables.TextTable(wide=True)
     long = row(3e6, variant="no layernorm_residual_dropout_gelu", workload="shared-prefix", spread=0.5)
