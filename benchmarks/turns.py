@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,17 @@ class Peer:
             return None
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
+
+    def pin(self, cpus: Iterable[int]) -> None:
+        """Let every thread of it, and of the processes that it started, run on these CPUs only."""
+        allowed = set(cpus)
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if os.getsid(int(process.name)) == self._process.pid:
+                    for thread in (process / "task").iterdir():
+                        os.sched_setaffinity(int(thread.name), allowed)
+            except (ProcessLookupError, FileNotFoundError):
+                pass  # it ended meanwhile
 
     def stop(self) -> None:
         """End it and every process that it started."""

@@ -6,8 +6,9 @@
 
 A variant is a value of NANOVLLM_VLLM. `bench.py --engine vllm --vllm-plugin` measures one engine after the other, each
 for as long as it starts; here a round is a run of each, so that what slows the machine slows them all. Every other
-round goes the other way round, and each engine has CPUs of its own. A row has the median of the rounds, and the median
-and the quartiles of the rounds' ratios to the first variant. Weights are random; temperature 0.6.
+round goes the other way round. Each engine has CPUs of its own, and these change places every two rounds: after four
+rounds, two engines had each order with each half of the CPUs. A row has the median of the rounds, and the median and
+the quartiles of the rounds' ratios to the first variant. Weights are random; temperature 0.6.
 `benchmarks.vllm_ops` measures the ops by themselves.
 """
 
@@ -19,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -31,6 +33,9 @@ from nanovllm.models.model_presets import preset
 
 NOT_CACHE = 4.5
 """GiB of an engine's share of the GPU that are not its cache: weights, activations, graphs, and what CUDA takes."""
+WARM_UP = 16384
+"""About the output tokens of a run that is not counted. std256's outputs are an eighth there: the prompts are whole,
+and requests end one after the other, so that steps have all sizes."""
 
 
 class Engine:
@@ -41,7 +46,10 @@ class Engine:
         os.sched_setaffinity(0, map(int, cpus.split(",")))  # its processes inherit them
 
     def answer(self, request: dict[str, Any]) -> Any:
-        """{} -> the ops that it serves; {"workload", "seed"} -> seconds and output tokens of a run."""
+        """{} -> the ops that it serves; {"workload", "seed", "tokens"} -> seconds and output tokens of a run.
+
+        "tokens": outputs are shorter, in proportion, if they have more together; null: as the workload has them.
+        """
         return self._run(**request) if request else self._start()
 
     def _start(self) -> list[str]:
@@ -58,18 +66,25 @@ class Engine:
         self._vocabulary = config.model_config.hf_config.vocab_size
         return config.additional_config.get("nanovllm", {}).get("ops", [])
 
-    def _run(self, workload: str, seed: int) -> tuple[float, int]:
+    def _run(self, workload: str, seed: int, tokens: int | None = None) -> tuple[float, int]:
         import vllm
 
         items = select([workload])[0].draw(seed, self._vocabulary)
         prompts: Any = [{"prompt_token_ids": item.prompt} for item in items]
+        lengths = shortened([item.num_output for item in items], tokens)
         params = [
-            vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=item.num_output, detokenize=False)
-            for item in items
+            vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length, detokenize=False)
+            for length in lengths
         ]
         started = time.perf_counter()
         self._llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - started, sum(item.num_output for item in items)
+        return time.perf_counter() - started, sum(lengths)
+
+
+def shortened(lengths: list[int], tokens: int | None) -> list[int]:
+    """Lengths of outputs divided by the same number, none below 1, so that they are about `tokens` together."""
+    by = max(1, round(sum(lengths) / tokens)) if tokens else 1
+    return [max(1, length // by) for length in lengths]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,9 +94,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--preset", default="qwen3-0.6b")
     p.add_argument("--workloads", default="bs1,bs32,std256")
     p.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
-    p.add_argument("--budget", type=float, default=3600, help="seconds after which no round is started")
+    p.add_argument("--budget", type=float, default=3600, help="seconds after which it has ended")
     p.add_argument("--share", type=float, default=0.96, help="of the GPU's memory, of all engines together")
-    p.add_argument("--json", type=Path, help="keep the rows in this file, as they come")
+    p.add_argument("--json", type=Path, help="keep the rows in this file, anew after each round")
     p.add_argument("--serve", nargs=3, metavar=("MODEL", "SHARE", "CPUS"), help=argparse.SUPPRESS)
     return p
 
@@ -118,43 +133,76 @@ def cpus_of(index: int, count: int) -> list[int]:
 
 
 def measure(args: argparse.Namespace, peers: list[Peer], end: float) -> int:
-    """The rows. Engines that fail are left out."""
+    """The rounds as they come, then the rows. Engines that fail are left out."""
     started = time.perf_counter()
     for peer in peers:
         served = peer.reply(end)
         if served is not None:
             after = time.perf_counter() - started
             print(f"{peer.label}: serves {', '.join(served) or 'nothing'}, ready after {after:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    print("| workload | NANOVLLM_VLLM | tokens/s | of the first | quartiles | rounds |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for name in args.workloads.split(","):
-        running = [peer for peer in peers if peer.failure is None]
-        rates: dict[Peer, list[float]] = {peer: [] for peer in running}
-        for turn in range(args.rounds + 1):
-            if turn > 1 and time.perf_counter() > end:
-                break
-            for peer in running if turn % 2 else running[::-1]:
-                peer.ask({"workload": name, "seed": turn})
-                reply = peer.reply(time.perf_counter() + 120)
-                if turn and reply is not None:
-                    seconds, tokens = reply
-                    rates[peer].append(tokens / seconds)
-        for peer, each in rates.items():
-            if each:
-                ratios = [a / b for a, b in zip(each, rates[running[0]])]
-                low, _, high = quantiles(ratios) if len(ratios) > 1 else ratios * 3
-                row = {
-                    "workload": name, "variant": peer.label, "rate": median(each), "ratio": median(ratios),
-                    "quartiles": [low, high], "rounds": each,
-                }  # fmt: skip
-                rows.append(row)
-                shown = f"{row['rate']:,.0f} | {row['ratio']:.3f} | {low:.3f}-{high:.3f}"
-                rounds = ", ".join(f"{rate:,.0f}" for rate in each)
-                print(f"| {name} | {peer.label} | {shown} | {rounds} |", flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1))
+    rows: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for name in args.workloads.split(","):
+            for rates in rounds_of(name, args.rounds, peers, end):
+                rows[name] = rows_of(name, rates)
+                if args.json:
+                    args.json.write_text(json.dumps(sum(rows.values(), []), indent=1))
+            if max((len(row["rounds"]) for row in rows.get(name, [])), default=0) < args.rounds:
+                break  # the budget is used up, or no engine is left
+    finally:  # those of a run that is stopped, too
+        show(sum(rows.values(), []))
     return 1 if not rows or any(peer.failure for peer in peers) else 0
+
+
+def rounds_of(name: str, rounds: int, peers: list[Peer], end: float) -> Iterator[dict[Peer, list[float]]]:
+    """After each round, tokens a second of all rounds so far. No round is started that would not end in time."""
+    whole = sum(item.num_output for item in select([name])[0].draw(0, 1 << 16))
+    running = [peer for peer in peers if peer.failure is None]
+    rates: dict[Peer, list[float]] = {peer: [] for peer in running}
+    needed = 0.0  # seconds of a round
+    for turn in range(rounds + 1):
+        if time.perf_counter() + needed > end:
+            print(f"{name}: {max(0, turn - 1)} of {rounds} rounds, as the budget allows", flush=True)
+            return
+        for index, peer in enumerate(running):
+            peer.pin(cpus_of((index + max(0, turn - 1) // 2) % len(running), len(running)))
+        needed, said = 0.0, []
+        for peer in running if turn % 2 else running[::-1]:
+            peer.ask({"workload": name, "seed": turn, "tokens": None if turn else WARM_UP})
+            reply = peer.reply(min(end, time.perf_counter() + 120))
+            if reply is not None:
+                seconds, tokens = reply
+                needed += 1.1 * seconds * whole / tokens
+                if turn:
+                    rates[peer].append(tokens / seconds)
+                    said.append(f"{peer.label}: {tokens / seconds:,.0f}")
+        if said:
+            print(f"{name}, round {turn}: {', '.join(said)}", flush=True)
+            yield rates
+
+
+def rows_of(name: str, rates: dict[Peer, list[float]]) -> list[dict[str, Any]]:
+    """A row for each engine. Ratios are to the first."""
+    rows = []
+    first = next(iter(rates.values()))
+    for peer, each in rates.items():
+        ratios = [a / b for a, b in zip(each, first)]
+        if ratios:
+            low, _, high = quantiles(ratios) if len(ratios) > 1 else ratios * 3
+            rows.append({
+                "workload": name, "variant": peer.label, "rate": median(each), "ratio": median(ratios),
+                "quartiles": [low, high], "rounds": each.copy(),
+            })  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print("| workload | NANOVLLM_VLLM | tokens/s | of the first | quartiles | rounds |\n|---|---|---|---|---|---|")
+    for row in rows:
+        low, high = row["quartiles"]
+        shown = f"{row['rate']:,.0f} | {row['ratio']:.3f} | {low:.3f}-{high:.3f}"
+        print(f"| {row['workload']} | {row['variant']} | {shown} | {', '.join(f'{r:,.0f}' for r in row['rounds'])} |")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

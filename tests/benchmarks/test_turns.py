@@ -1,6 +1,7 @@
 """Processes that are measured in turns: replies, those that end or take too long, what the measurements do then."""
 
 import json
+import os
 import sys
 import textwrap
 import time
@@ -14,7 +15,7 @@ from benchmarks import adapters_compiled, vllm_plugin
 from benchmarks.turns import Peer
 
 ANSWERS = """
-import subprocess, sys, time
+import os, subprocess, sys, threading, time
 from benchmarks.turns import serve
 
 def answer(request):
@@ -24,6 +25,10 @@ def answer(request):
         raise RuntimeError("no such GPU")
     if request == "wait":
         time.sleep(60)
+    if request == "threads":
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        started = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        return [os.getpid(), started.pid]
     return {"twice": 2 * request}
 
 serve(answer)
@@ -63,11 +68,30 @@ def test_one_that_takes_too_long_is_stopped(peer):
     assert peer._process.returncode is not None
 
 
+def cpus_of_threads(process):
+    return [os.sched_getaffinity(int(thread)) for thread in os.listdir(f"/proc/{process}/task")]
+
+
+def test_threads_and_processes_are_pinned(peer):
+    before = cpus_of_threads(os.getpid())
+    processes = reply(peer, "threads")
+    allowed = os.sched_getaffinity(0)
+    for cpus in ({min(allowed)}, {max(allowed)}, allowed):
+        peer.pin(cpus)
+        found = [cpus_of_threads(process) for process in processes]
+        assert len(found[0]) >= 2 and found[1] and all(one == cpus for each in found for one in each)
+    assert cpus_of_threads(os.getpid()) == before
+
+
 class Standing:
     """In the place of a `Peer`: replies in order, None for a failure."""
 
     def __init__(self, label, replies):
         self.label, self.replies, self.failure, self.asked = label, list(replies), None, []
+        self.pinned = []
+
+    def pin(self, cpus):
+        self.pinned.append(list(cpus))
 
     def ask(self, request):
         self.asked.append(request)
@@ -91,6 +115,70 @@ def test_engines_in_turns(capsys, tmp_path):
     assert "| bs1 | 1 | 21 | 1.050 | 1.033-1.100 | 11, 21, 31 |" in out and "bad" not in out
     assert [one["seed"] for one in first.asked] == [0, 1, 2, 3]
     assert '"ratio": 1.05' in (tmp_path / "rows.json").read_text()
+
+
+def test_two_engines_have_each_order_with_each_half_of_the_cpus(monkeypatch, capsys):
+    monkeypatch.setattr(vllm_plugin.os, "sched_getaffinity", lambda pid: {2, 3, 4, 5})
+    args = vllm_plugin.parser().parse_args(["--workloads", "bs1", "--rounds", "4"])
+    order = []
+
+    class Ordered(Standing):
+        def ask(self, request):
+            super().ask(request)
+            order.append(self.label)
+
+    peers = [Ordered(label, [[]] + [[1, 9]] * 5) for label in "01"]
+    assert vllm_plugin.measure(args, peers, float("inf")) == 0
+    assert "".join(order[2:]) == "01100110"  # after the warm-up
+    assert peers[0].pinned[1:] == [[2, 3], [2, 3], [4, 5], [4, 5]]
+    assert peers[1].pinned[1:] == [[4, 5], [4, 5], [2, 3], [2, 3]]
+    assert "bs1, round 4: 1: 9, 0: 9" in capsys.readouterr().out
+
+
+def test_no_round_is_started_that_would_end_after_the_budget(monkeypatch, capsys):
+    """Of 512 tokens a run; a warm-up that is shorter says how long it takes."""
+    now = [0.0]
+    monkeypatch.setattr(vllm_plugin.time, "perf_counter", lambda: now[0])
+    args = vllm_plugin.parser().parse_args(["--workloads", "bs1,bs32", "--rounds", "3"])
+
+    class Timed(Standing):
+        def reply(self, end):
+            found = super().reply(end)
+            now[0] += found[0] if found else 0.0
+            assert now[0] <= end
+            return found
+
+    def run(end):
+        now[0] = 0.0
+        one = Timed("0", [[], [1, 64], [8, 512], [8, 512], [8, 512]])
+        assert vllm_plugin.measure(args, [one], end) == (0 if len(one.asked) > 1 else 1)
+        return len(one.asked)
+
+    assert run(9.7) == 1  # a round takes 8 s after the second of the warm-up, and a tenth more is allowed for
+    assert run(9.9) == 2 and run(17.7) == 2 and run(17.9) == 3
+    said = capsys.readouterr().out
+    assert "bs1: 2 of 3 rounds, as the budget allows" in said and "bs32" not in said
+
+
+def test_a_run_that_is_stopped_shows_and_keeps_its_rounds(capsys, tmp_path):
+    args = vllm_plugin.parser().parse_args(["--workloads", "bs1", "--json", str(tmp_path / "rows.json")])
+
+    class Stopped(Standing):
+        def reply(self, end):
+            if not self.replies:
+                raise SystemExit(1)
+            return super().reply(end)
+
+    with pytest.raises(SystemExit):
+        vllm_plugin.measure(args, [Stopped("0", [[], [1, 9], [1, 10]])], float("inf"))
+    assert "| bs1 | 0 | 10 | 1.000 | 1.000-1.000 | 10 |" in capsys.readouterr().out
+    assert [row["rounds"] for row in json.loads((tmp_path / "rows.json").read_text())] == [[10.0]]
+
+
+def test_a_warm_up_has_shorter_outputs():
+    assert vllm_plugin.shortened([512], vllm_plugin.WARM_UP) == [512]
+    assert vllm_plugin.shortened([1600, 8, 3200, 1], 1200) == [400, 2, 800, 1]
+    assert vllm_plugin.shortened([7, 100_000], None) == [7, 100_000]
 
 
 def test_engines_share_the_cpus(monkeypatch):
