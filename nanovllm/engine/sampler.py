@@ -199,7 +199,7 @@ class Sampler:
         self.device = torch.device(device)
         self.sample_op = sample_op
         self.mask_op = mask_op
-        self.masks = MaskBuilder(device)
+        self.masks = MaskBuilder(device, max_num_seqs)
         self._penalty_state: tuple[torch.Tensor, torch.Tensor] | None = None
         """[max_num_seqs, vocab_size] each: whether the prompt has a token (bool), its count in the output (int32)."""
 

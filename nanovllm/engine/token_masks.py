@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.step_result import StepResult
-from nanovllm.structured.constraint import TokenConstraint
 from nanovllm.structured.mask_filler import Filling, MaskFiller
 
 _STEPS_TIMED = 4096
@@ -60,41 +60,133 @@ class MaskTimes(NamedTuple):
 class StartedMasks:
     """Masks that are being filled. Made by `MaskBuilder.begin`."""
 
-    def __init__(
-        self, numbers: list[int], constraints: list[TokenConstraint], banned: list[list[int]], filling: Filling,
-        buffer: torch.Tensor, device: torch.device, times: deque[MaskTimes], before: tuple[float, float],
-    ) -> None:  # fmt: skip
-        self._numbers, self._constraints, self._banned = numbers, constraints, banned
-        self._filling, self._buffer, self._device = filling, buffer, device
-        self._times, self._before = times, before
+    def __init__(self, job: _Job, filling: Filling, times: deque[MaskTimes]) -> None:
+        self._job, self._filling, self._times = job, filling, times
+
+    def __len__(self) -> int:
+        return len(self._job.constraints)
 
     def finish(self) -> TokenMasks:
-        """The masks on the device; waits until they are filled."""
+        """The masks on the device, valid until the next ones are finished; waits until they are filled."""
+        job = self._job
         start = time.perf_counter()
         filled = self._filling.wait()
         there = time.perf_counter()
-        numbers, bitmask = _split(self._buffer, len(self._constraints))
-        numbers.numpy()[:] = self._numbers
-        for constraint, mask, tokens in zip(self._constraints, bitmask.numpy(), self._banned):
-            constraint.restrict(tokens, mask)
-        on_device = self._buffer.to(self._device, non_blocking=self._device.type == "cuda")
-        numbers, bitmask = _split(on_device, len(self._constraints))
-        self._times.append(MaskTimes(*self._before, filled, there - start, time.perf_counter() - there))
-        return TokenMasks(bitmask, numbers)
+        for i, (constraint, tokens) in enumerate(zip(job.constraints, job.banned)):
+            if tokens or not constraint.is_plain:  # most have nothing to restrict
+                constraint.restrict(tokens, job.masks[i])
+        masks = job.buffers.send(job.buffer, len(job.constraints))
+        self._times.append(MaskTimes(job.wait, job.advance, filled, there - start, time.perf_counter() - there))
+        return masks
+
+
+class _Buffer(NamedTuple):
+    """Host memory for the masks of one step."""
+
+    words: torch.Tensor
+    """int32: a row number (two words) for each row that there may be, then the masks."""
+    numbers: np.ndarray
+    """[max_rows] int64, in `words`."""
+    masks: np.ndarray
+    """[max_rows, num_words] int32, in `words`."""
+    copied: torch.cuda.Event | None
+    """When the masks written last are on the device; None: the device is the host."""
+
+
+class _Buffers:
+    """Masks and their rows: one tensor on the device, and two on the host in turns, one a step.
+
+    So nothing is allocated in a step, and a captured graph can read the masks.
+    """
+
+    def __init__(self, max_rows: int, num_words: int, device: torch.device) -> None:
+        self.num_words = num_words
+        self._max_rows = max_rows
+        on_gpu = device.type == "cuda"
+        size = max_rows * (2 + num_words)
+        self._host: list[_Buffer] = []
+        for _ in range(2):
+            words = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
+            numbers, masks = self._split(words)
+            self._host.append(_Buffer(words, numbers.numpy(), masks.numpy(), torch.cuda.Event() if on_gpu else None))
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._views: dict[int, TokenMasks] = {}
+
+    def _split(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(row numbers, masks)"""
+        numbers, masks = words[: 2 * self._max_rows], words[2 * self._max_rows :]
+        return numbers.view(torch.int64), masks.view(self._max_rows, self.num_words)
+
+    def next(self) -> _Buffer:
+        """The buffer to be written; waits until the device has read what it held."""
+        buffer = self._host[0]
+        self._host.reverse()
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
+        return buffer
+
+    def send(self, buffer: _Buffer, count: int) -> TokenMasks:
+        """Launch the copy of the first `count` masks. What it returns is the same for each step with so many."""
+        size = 2 * self._max_rows + count * self.num_words
+        self._device[:size].copy_(buffer.words[:size], non_blocking=True)
+        if buffer.copied is not None:
+            buffer.copied.record()
+        if count not in self._views:
+            numbers, masks = self._split(self._device)
+            self._views[count] = TokenMasks(masks[:count], numbers[:count])
+        return self._views[count]
+
+
+class _Job:
+    """From the tokens of the step before to masks in a buffer."""
+
+    def __init__(self, rows: Sequence[ConstrainedRow], latest: StepResult | None, buffers: _Buffers) -> None:
+        self._rows, self._latest = rows, latest
+        self.buffers, self.buffer = buffers, buffers.next()
+        self.masks = self.buffer.masks[: len(rows)]
+        self.buffer.numbers[: len(rows)] = [row.row for row in rows]
+        self.constraints = [seq.constraint for _, seq, _ in rows if seq.constraint is not None]
+        assert len(self.constraints) == len(rows)
+        self.banned: list[list[int]] = []
+        self._index: dict[TokenSequence, int] = {}
+        if any(position > len(seq.token_ids) for _, seq, position in rows):
+            assert latest is not None, "one step is in flight"
+            self._index = {seq: i for i, seq in enumerate(latest.step.sampling)}
+        self.wait = self.advance = 0.0
+        """As in `MaskTimes`."""
+
+    def move_on(self) -> None:
+        """Move the grammars on. It waits for the tokens of the step before, if the host lacks them."""
+        start = time.perf_counter()
+        tokens = self._latest.token_ids() if self._index and self._latest is not None else []
+        known = time.perf_counter()
+        for (_, seq, position), constraint in zip(self._rows, self.constraints):
+            assert position <= len(seq.token_ids) + 1
+            pending = [tokens[self._index[seq]]] if position > len(seq.token_ids) else []
+            first = seq.prompt_len + constraint.num_taken
+            constraint.take(seq.token_ids[first:] + pending if first < position else [])
+            may_ban = seq.logit_rules is not None or seq.params.min_tokens
+            self.banned.append(list(_banned(seq, pending)) if may_ban else [])
+        self.wait, self.advance = known - start, time.perf_counter() - known
 
 
 class MaskBuilder:
     """Fills masks.
 
-    device: where the logits are.
+    Args:
+        device: where the logits are.
+        max_rows: rows that a step may have.
 
     Attributes:
         times: of the latest steps with masks.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: torch.device | str, max_rows: int) -> None:
         self._device = torch.device(device)
+        self._max_rows = max_rows
+        self._buffers: _Buffers | None = None
         self._latest: StepResult | None = None
+        self._filling: Filling | None = None
         self._filler = MaskFiller()
         self.times: deque[MaskTimes] = deque(maxlen=_STEPS_TIMED)
 
@@ -112,36 +204,16 @@ class MaskBuilder:
 
         in_thread: fill them while the caller goes on. At most one step's masks are being filled.
         """
-        start = time.perf_counter()
-        latest: dict[TokenSequence, int] = {}
-        if any(position > len(seq.token_ids) for _, seq, position in rows):
-            assert self._latest is not None, "one step is in flight"
-            latest = dict(zip(self._latest.step.sampling, self._latest.token_ids()))
-        known = time.perf_counter()
-        constraints: list[TokenConstraint] = []
-        banned: list[list[int]] = []
-        for _, seq, position in rows:
-            constraint = seq.constraint
-            assert constraint is not None and position <= len(seq.token_ids) + 1
-            pending = [latest[seq]] if position > len(seq.token_ids) else []
-            first = seq.prompt_len + constraint.num_taken
-            constraint.take(seq.token_ids[first:] + pending if first < position else [])
-            constraints.append(constraint)
-            banned.append(list(_banned(seq, pending)))
-        before = known - start, time.perf_counter() - known
-        # One buffer and one copy: a row number (two words) and a mask for each row.
-        size = len(rows) * (2 + constraints[0].num_words)
-        buffer = torch.empty(size, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        masks = _split(buffer, len(rows))[1].numpy()
-        filling = self._filler.start(constraints, masks) if in_thread else self._filler.filled(constraints, masks)
-        numbers = [row.row for row in rows]
-        return StartedMasks(numbers, constraints, banned, filling, buffer, self._device, self.times, before)
-
-
-def _split(buffer: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(row numbers, masks)"""
-    numbers, bitmask = buffer[: 2 * num_rows], buffer[2 * num_rows :]
-    return numbers.view(torch.int64), bitmask.view(num_rows, -1)
+        if self._buffers is None:
+            constraint = rows[0].seq.constraint
+            assert constraint is not None
+            self._buffers = _Buffers(self._max_rows, constraint.num_words, self._device)
+        if self._filling is not None:
+            self._filling.settle()  # a step that was given up may still be filling its masks
+        job = _Job(rows, self._latest, self._buffers)
+        start = self._filler.start if in_thread else self._filler.filled
+        self._filling = start(job.constraints, job.masks, job.move_on)
+        return StartedMasks(job, self._filling, self.times)
 
 
 def _banned(seq: TokenSequence, pending: list[int]) -> Iterable[int]:

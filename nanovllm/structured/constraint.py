@@ -94,6 +94,11 @@ class TokenConstraint:
             if self._slow_seconds > _SLOW_MASKS_SECONDS:
                 self.error = self.error or "the grammar is too complex: its masks take too long"
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the grammar's mask is right as it is, if nothing else bans tokens: `restrict` would not change it."""
+        return self._allowed is None and not self.broken and not (self.matcher is not None and self.matcher.is_error())
+
     def restrict(self, banned: Iterable[int], mask: np.ndarray) -> None:
         """Apply what else bans tokens to the grammar's mask.
 

@@ -6,8 +6,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,11 @@ class Filling:
             self._seconds = self._running.result()
         return self._seconds
 
+    def settle(self) -> None:
+        """Return when nothing writes to the masks any more, filled or not."""
+        if self._running is not None and not self._running.done():
+            wait([self._running])
+
 
 class MaskFiller:
     """Fills the masks of many constraints, in several threads where that is worth it.
@@ -63,21 +68,35 @@ class MaskFiller:
         self._steps_timed = 0
         """Steps that are left in which each mask is timed."""
 
-    def filled(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> Filling:
-        """`fill`."""
+    def filled(
+        self, constraints: Sequence[TokenConstraint], masks: np.ndarray, first: Callable[[], object] | None = None
+    ) -> Filling:
+        """`fill`, after calling `first`."""
+        if first is not None:
+            first()
         start = time.perf_counter()
         self.fill(constraints, masks)
         return Filling(time.perf_counter() - start)
 
-    def start(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> Filling:
-        """As `fill`, in a thread; the caller goes on, and does not touch the constraints until `Filling.wait`."""
+    def start(
+        self, constraints: Sequence[TokenConstraint], masks: np.ndarray, first: Callable[[], object] | None = None
+    ) -> Filling:
+        """As `filled`, in a thread. The caller goes on when `first` has returned or failed, and does not touch the
+        constraints until `Filling.wait`, which raises what failed.
+
+        The thread wakes up while `first` waits for something, and not afterwards.
+        """
         if self._beside is None:
             self._beside = ThreadPoolExecutor(1, "masks")
         started = threading.Lock()
         started.acquire()
 
         def run() -> float:
-            started.release()
+            try:
+                if first is not None:
+                    first()
+            finally:
+                started.release()
             start = time.perf_counter()
             # One call, in which the interpreter is free: this thread would have to wait for it after each mask.
             self.fill(constraints, masks, parallel_from=1)
@@ -86,7 +105,7 @@ class MaskFiller:
         try:
             running = self._beside.submit(run)
         except RuntimeError:  # the interpreter ends: no thread takes work any more
-            return self.filled(constraints, masks)
+            return self.filled(constraints, masks, first)
         # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms. The masks need it no more.
         started.acquire()
         return Filling(None, running)

@@ -118,6 +118,7 @@ class DecodeGraphs:
         self._buckets = buckets
         self._modes = modes
         self._graphs: dict[StepShape, Graph] = {}
+        self._mask_graphs: dict[int, Graph] = {}
 
     def capture(self, launch: Callable[[StepShape], object]) -> None:
         """Capture the steps that most engines need. Every shape of `first_shapes` has run before.
@@ -189,3 +190,12 @@ class DecodeGraphs:
         if draw is not None:
             draw.replay()
         return draw is not None
+
+    def constrain(self, num_masks: int, launch: Callable[[], object]) -> None:
+        """Apply so many masks to the static logits. launch: does it, with the same tensors each time."""
+        graph = self._mask_graphs.get(num_masks)
+        if graph is None:
+            launch()  # it may compile a kernel, and what is done twice changes nothing
+            self._mask_graphs[num_masks] = self._backend.capture(launch)
+        else:
+            graph.replay()

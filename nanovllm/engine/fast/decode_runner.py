@@ -39,6 +39,7 @@ class DecodeRunner:
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
         fill_beside: fill masks in threads, and launch the end of such a step before the next one. The engine reads the
             step before meanwhile.
+        capture_masks: where sampling is captured, `Sampler.mask_op` is too.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class DecodeRunner:
         capture_sampling: bool,
         piggyback: Piggyback | None = None,
         fill_beside: bool = False,
+        capture_masks: bool = False,
     ) -> None:
         self.state = state
         self.graphs: DecodeGraphs | None = None
@@ -59,6 +61,7 @@ class DecodeRunner:
         self._capture_sampling = capture_sampling
         self._piggyback = piggyback
         self._fill_beside = fill_beside
+        self._capture_masks = capture_sampling and capture_masks
         if piggyback is not None:
             self._runs = PaddedRuns(self._runs_bucket(piggyback.sizes.totals[-1]), paged)
         self.logits: torch.Tensor | None = None
@@ -175,7 +178,7 @@ class DecodeRunner:
                     logprobs = self._sample_by_host(logits[: state.num_rows], masks)
                 elif not drawn:
                     if masks is not None:
-                        self._sampler.constrain(logits, masks)
+                        self._constrain(logits, masks)
                     if masks is None or self.graphs is None or not self.graphs.draw(shape):
                         self._sample_from_state(logits, shape.mode)
             state.advance_mirror()
@@ -185,6 +188,12 @@ class DecodeRunner:
         if state.ring is not None:
             state.ring.hold(result)
         return state.tokens(), logprobs
+
+    def _constrain(self, logits: torch.Tensor, masks: StartedMasks) -> None:
+        if self.graphs is None or self.logits is None or not self._capture_masks:
+            self._sampler.constrain(logits, masks)
+        else:
+            self.graphs.constrain(len(masks), partial(self._sampler.mask_op, self.logits, *masks.finish()))
 
     def _shape(self, piggybacked: int) -> StepShape:
         """The shape of the step that the state's rows are placed for."""

@@ -88,6 +88,7 @@ class FastPaths:
                 samples_in_graphs(self._kernels) if policy.capture_sampling is None else policy.capture_sampling,
                 self.piggyback,
                 enabled.fill_beside,
+                self._kernels.provider("apply_token_bitmask").capturable,
             )
         if enabled.prefill_padding:
             flops = 2 * self._layer_weights * limits.max_num_batched_tokens

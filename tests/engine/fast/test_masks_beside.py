@@ -8,6 +8,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.kernels import all_ops
+from tests.engine.fast.replayed import ReplayedFunctions
 from tests.engine.fast.test_policy import REPLAYED, SMALL
 from tests.engine.simulated_engine import assert_clean
 from tests.engine.small_engine import generate, make, random_prompts
@@ -64,6 +65,34 @@ def test_the_end_of_a_step_is_launched_after_the_step_before_was_read(directory,
     while llm.engine.has_unfinished:
         llm.engine.step()
     assert generate(llm, PROMPTS[:1], PARAMS[:1])[0][0] == request.completions[0].seq.output_token_ids
+
+
+def test_masks_are_applied_by_graphs(directory):
+    """One for each number of masks, captured when it comes for the first time."""
+    calls, captured = [], []
+
+    def counted(*args):
+        calls.append(args[1].shape[0])
+        return all_ops()["apply_token_bitmask"].native(*args)
+
+    class Backend(ReplayedFunctions):
+        def capture(self, fn):
+            graph = super().capture(fn)
+            captured.append(graph)
+            return graph
+
+    graphs = {**SMALL, **REPLAYED, "graph_backend": Backend}
+    with registered("apply_token_bitmask", counted):
+        policy = FastPolicy.off(device_state=True, fill_beside=True, **graphs)
+        llm = engine(directory, policy, kernel_priority={"apply_token_bitmask": ["mine"]})
+    at_start = len(captured)
+    params = SamplingParams(temperature=0.8, seed=1, max_tokens=9, structured_outputs={"regex": "[a-f]{30}"})
+    for n, new in ((1, 1), (3, 1), (3, 0), (1, 0), (2, 1)):
+        captured_before, calls[:] = len(captured), []
+        generate(llm, PROMPTS[:n], params)
+        assert len(captured) == captured_before + new > at_start
+        # Once for the prompts, once for each decode, each number of rows.
+        assert set(calls) == {n}
 
 
 @pytest.mark.parametrize("policy", POLICIES)

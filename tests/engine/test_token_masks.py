@@ -1,0 +1,81 @@
+"""The masks of a step: which rows they are for, and where they are while the next ones are written."""
+
+import numpy as np
+import pytest
+
+from nanovllm import SamplingParams
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.token_masks import ConstrainedRow, MaskBuilder
+from nanovllm.structured.constraint import ConstraintMaker
+from tests.devices import DEVICE
+
+pytestmark = pytest.mark.any_device
+
+MAKER = ConstraintMaker(None, 100, [99])
+
+
+def row(number, allowed, **params):
+    params = SamplingParams(allowed_token_ids=allowed, **params)
+    seq = Sequence(number, [5, 6, 7], params, seed=0)
+    (seq.constraint,) = MAKER.make(params)
+    return ConstrainedRow(number, seq, 3)
+
+
+def allowed(masks):
+    bits = np.unpackbits(masks.bitmask.cpu().numpy().view(np.uint8), axis=1, bitorder="little")
+    return {int(r): set(np.flatnonzero(line).tolist()) for r, line in zip(masks.rows.cpu(), bits)}
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_masks_wait_in_buffers_of_their_own(in_thread):
+    """Those of a step may be written while the ones before are on their way."""
+    builder = MaskBuilder(DEVICE, 4)
+    first = builder.begin([row(3, [1, 2]), row(0, [98])], in_thread)
+    second = builder.begin([row(1, [4]), row(2, [40])], in_thread)
+    there = first.finish()
+    assert allowed(there) == {3: {1, 2}, 0: {98}}
+    again = second.finish()
+    assert allowed(again) == {1: {4}, 2: {40}}
+    assert again.bitmask.data_ptr() == there.bitmask.data_ptr(), "a captured graph reads the same memory each time"
+    assert again.rows.data_ptr() == there.rows.data_ptr()
+    for count in (4, 1, 2):  # more masks and fewer, in buffers that held others
+        rows = [row(i, [i, 50 + i]) for i in range(count)]
+        assert allowed(builder.begin(rows, in_thread).finish()) == {i: {i, 50 + i} for i in range(count)}
+    assert again.bitmask.data_ptr() == there.bitmask.data_ptr()
+
+
+def test_what_else_bans_tokens():
+    builder = MaskBuilder(DEVICE, 4)
+    rows = [row(0, [1, 2], min_tokens=1, stop_token_ids=[2]), row(1, [3]), row(2, [1, 2], stop_token_ids=[2])]
+    for _, seq, _ in rows:
+        seq.stop_ids = frozenset(seq.params.stop_token_ids or ())
+    assert allowed(builder.begin(rows).finish()) == {0: {1}, 1: {3}, 2: {1, 2}}
+
+
+class NoTokens:
+    """A step whose tokens cannot be read."""
+
+    def __init__(self, seq):
+        self.step = self
+        self.sampling = [seq]
+
+    def token_ids(self):
+        raise RuntimeError("no more fish")
+
+
+def test_tokens_that_cannot_be_read_fail_the_step_that_needs_them():
+    builder = MaskBuilder(DEVICE, 4)
+    number, seq, position = row(0, [1, 2])
+    builder.step_launched(NoTokens(seq))
+    started = builder.begin([ConstrainedRow(number, seq, position + 1)], in_thread=True)
+    with pytest.raises(RuntimeError, match="no more fish"):
+        started.finish()
+    assert allowed(builder.begin([row(1, [3])], in_thread=True).finish()) == {1: {3}}
+
+
+def test_masks_of_a_step_that_was_given_up_spoil_no_others():
+    """They may still be written when the next ones are."""
+    builder = MaskBuilder(DEVICE, 4)
+    for count in range(1, 30):
+        builder.begin([row(i, [i]) for i in range(4)], in_thread=True)
+        assert allowed(builder.begin([row(1, [count])]).finish()) == {1: {count}}
