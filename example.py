@@ -10,6 +10,7 @@ A GPU is used if there is one.
 import argparse
 import time
 
+from nanovllm.arguments import name_options
 from nanovllm.console import StatusLine, run_program, say, show_warnings
 
 PROMPTS = [
@@ -43,33 +44,37 @@ def main() -> None:
     from nanovllm import LLM, SamplingParams
     from nanovllm.weights.demo_model import demo_model_path
 
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
-    model = args.model or demo_model_path()
-    llm = LLM(model, use_custom_kernels=args.use_custom_kernels)
+    try:
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
+        model = args.model or demo_model_path()
+        llm = LLM(model, use_custom_kernels=args.use_custom_kernels)
+    except (ValueError, FileNotFoundError) as error:
+        name_options(error, {name: "--" + name.replace("_", "-") for name in vars(args)})
+        raise
+    prompts = args.prompt or PROMPTS
+    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    has_template = llm.tokenizer is not None and llm.tokenizer.chat_template
+    if has_template:
+        llm.chat_prompt(conversations[0])  # imports Jinja, while the status line counts the seconds
     status.clear()
     print(f"Loaded {model} in {time.perf_counter() - started:.1f} s")
 
-    prompts = args.prompt or PROMPTS
-    started = time.perf_counter()
     try:
-        if llm.tokenizer is not None and llm.tokenizer.chat_template:
-            outputs = llm.chat([[{"role": "user", "content": p}] for p in prompts], params)
-        else:
-            outputs = llm.generate(prompts, params)
+        outputs = llm.chat(conversations, params) if has_template else llm.generate(prompts, params)
     except KeyboardInterrupt as interrupt:
         for prompt, output in zip(prompts, getattr(interrupt, "outputs", [])):
             print(f"\n> {prompt}\n{output['text']} [cut short]")
         raise
-    elapsed = time.perf_counter() - started
 
     for prompt, output in zip(prompts, outputs):
         print(f"\n> {prompt}\n{output['text']}")
     num_prompt = sum(len(o.prompt_token_ids) for o in outputs)
     num_output = sum(len(o["token_ids"]) for o in outputs)
     first = min(o.metrics.time_to_first_token for o in outputs)
+    seconds = max(o.metrics.total_time for o in outputs)
     say(
         f"\n{num_prompt} prompt tokens, {num_output} output tokens, first token after {first:.2f} s,"
-        f" {num_output / elapsed:.0f} output tokens/s; device: {llm.device_name}; kernels: {llm.kernels.summary()}"
+        f" {num_output / seconds:.0f} output tokens/s; device: {llm.device_name}; kernels: {llm.kernels.summary()}"
     )
 
 

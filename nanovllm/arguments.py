@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -20,6 +21,30 @@ logger = logging.getLogger(__name__)
 def full_dtype(name: str) -> str:
     """A dtype's name as torch has it: "bf16" -> "bfloat16"; any other name as it is."""
     return SHORT_DTYPES.get(name, name)
+
+
+def with_option(message: str, options: Mapping[str, str], without_default: Collection[str] = ()) -> str:
+    """A message that begins with "name:" or "name=" of an argument in Python, with the option of the command line.
+
+    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...". Python's None is no value of an option: "or
+    None for X" becomes "leave it out for X" where None is the option's default, and is dropped elsewhere.
+
+    Args:
+        options: the name in Python -> the option, such as "--max-model-len".
+        without_default: the names in Python whose default is None.
+    """
+    begin = re.match(r"([a-z]\w*)(?=[:=])", message)
+    if not begin or begin[1] not in options:
+        return message
+    rest, comma, otherwise = message[begin.end() :].partition(", or None ")
+    left_out = f"; leave it out {otherwise}" if comma and begin[1] in without_default else ""
+    return options[begin[1]] + rest + left_out
+
+
+def name_options(error: Exception, options: Mapping[str, str], without_default: Collection[str] = ()) -> None:
+    """Change the text of an error as `with_option` does, if the error has nothing but a text."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        error.args = (with_option(error.args[0], options, without_default),)
 
 
 def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> None:

@@ -127,6 +127,8 @@ class LLM:
             raise ValueError(
                 f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each"
             )
+        if use_tqdm and prompts:
+            ProgressBar.prepare()
         requests = [
             self.engine.make_request(
                 prompt, p, names=(f"prompts[{i}]", f"sampling_params[{i}]" if one_each else "sampling_params")

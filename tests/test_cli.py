@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.main import get_command
 
-from nanovllm.cli import app, main
-from nanovllm.cli.command_group import with_option
+from nanovllm.cli import main
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.registry import temporary
 from tests import tiny
@@ -67,20 +65,31 @@ def test_an_empty_completion_is_explained(smollm2_path):
         assert ("a completion is empty" in done.stderr) == ("`nanovllm chat`" in done.stderr) == (empty in prompts)
 
 
-def test_an_error_names_the_option_in_place_of_pythons_argument():
-    command = get_command(app).get_command(None, "generate")
-    for message, said in [
-        ("max_model_len=0: must be", "--max-model-len=0: must be"),
-        ("kernel_plugin: x", "--kernel-plugin: x"),
-        ("prompts: expected a file", "prompts: expected a file"),
-        ("no preset 'dtype: x'", "no preset 'dtype: x'"),
-        ("dtype of the cache: x", "dtype of the cache: x"),
-        ("other: x", "other: x"),
-        ("seed=-1: must be at least 0, or None for any", "--seed=-1: must be at least 0; leave it out for any"),
-        ("max_tokens=0: must be at least 1, or None for all", "--max-tokens=0: must be at least 1"),
-        ("other=0: must be at least 1, or None for all", "other=0: must be at least 1, or None for all"),
+def test_what_is_missing_or_cannot_be_read_names_the_option_the_value_and_what_is_expected():
+    for command, said in [
+        ("generate x --max-tokens five", "Invalid value for '--max-tokens': 'five': expected an integer"),
+        ("plan gemm --m 1.5", "Invalid value for '--m': '1.5': expected an integer"),
+        ("generate x --temperature warm", "Invalid value for '--temperature': 'warm': expected a number"),
+        ("kernels verify --jobs 0", "Invalid value for '--jobs': '0': expected at least 1"),
+        ("generate", "Missing argument 'PROMPT'. One or more prompts, completed together."),
+        ("kernels why", "Missing argument 'OP'. The name of an op; `nanovllm kernels list` shows all."),
+        ("plan gemm", "Missing option '--m'. Rows of x: tokens."),
     ]:
-        assert with_option(message, command.params) == said
+        done = run_here(*command.split())
+        assert done.returncode == 2 and done.stderr.endswith(f"\nError: {said}\n"), done.stderr
+
+
+def test_errors_of_the_example_name_its_options():
+    for option, value, said in [
+        ("--max-tokens", "0", "must be at least 1"),
+        ("--model", "./none", "is no local directory"),
+    ]:
+        command = [sys.executable, "example.py", option, value]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 1 and done.stderr.startswith(
+            f"example.py: {option}={value}".replace("./none", "'./none'")
+        )
+        assert said in done.stderr and done.stderr.count("\n") == 1 and "None" not in done.stderr
 
 
 def test_what_a_user_can_mend_is_one_line(tmp_path):

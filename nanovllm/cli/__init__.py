@@ -109,7 +109,9 @@ class _Engine:
     ] = None
     kernel_plugin: Annotated[
         list[str] | None,
-        typer.Option(help="A Python file or module with kernels of your own, which are preferred; repeatable."),
+        typer.Option(
+            metavar="FILE", help="A Python file or module with kernels of your own, which are preferred; repeatable."
+        ),
     ] = None
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto"
     dtype: Annotated[str, typer.Option(help="Weights and activations: auto, bfloat16, float16, float32.")] = "auto"
@@ -200,7 +202,7 @@ def chat(
 @app.command(cls=EngineCommand)
 @takes_records
 def generate(
-    prompts: Annotated[list[str], typer.Argument(help="One or more prompts, completed together.")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="One or more prompts, completed together.")],
     engine: _Engine,
     temperature: _Temperature = 0.6,
     top_p: _TopP = 1.0,

@@ -78,7 +78,10 @@ class _Loads:
 @app.command()
 @takes_records
 def serve(
-    url: Annotated[str, typer.Argument(help="The address of a server with OpenAI's interface: http://127.0.0.1:8000")],
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="The address of a server with OpenAI's interface: http://127.0.0.1:8000"),
+    ],
     model: Annotated[str | None, typer.Option(help="The model's name; by default the server's first one.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     *,

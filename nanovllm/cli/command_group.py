@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import Any
 
+import typer
 from typer.core import TyperGroup
+
+from nanovllm.arguments import name_options
+
+_EXPECTED = {
+    "int_parsing": "an integer", "float_parsing": "a number",
+    "greater_than_equal": "at least {ge}", "less_than_equal": "at most {le}",
+}  # fmt: skip
+"""What pydantic's types of errors ask for."""
 
 
 class CommandGroup(TyperGroup):
@@ -23,24 +30,22 @@ class CommandGroup(TyperGroup):
         """Run a command. Errors that begin with the name of an argument in Python then have the option's."""
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as e:
+            e.message = _what_was_expected(e)
+            raise
         except (ValueError, FileNotFoundError) as e:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            if command is not None and len(e.args) == 1 and isinstance(e.args[0], str):
-                e.args = (with_option(e.args[0], command.params),)
+            taken = command.params if command is not None else []
+            options = {p.name: name for p in taken for name in reversed(p.opts) if name.startswith("--")}
+            name_options(e, options, without_default=[p.name for p in taken if p.default is None])
             raise
 
 
-def with_option(message: str, parameters: Iterable[Any]) -> str:
-    """A message that begins with "name:" or "name=" of an option in Python, as the command line has the option's name.
-
-    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...". Python's None is no value of an option: "or
-    None for X" becomes "leave it out for X" where None is the option's default, and is dropped elsewhere.
-    """
-    begin = re.match(r"([a-z]\w*)(?=[:=])", message)
-    for parameter in parameters if begin else ():
-        long = [name for name in parameter.opts if name.startswith("--")]
-        if begin and parameter.name == begin[1] and long:
-            rest, comma, otherwise = message[begin.end() :].partition(", or None ")
-            left_out = f"; leave it out {otherwise}" if comma and parameter.default is None else ""
-            return long[0] + rest + left_out
-    return message
+def _what_was_expected(error: typer.BadParameter) -> str:
+    """The message of a value that could not be read, with the value; of a missing argument, what it is for."""
+    # typer reads values with pydantic
+    invalid: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if invalid and invalid[0]["type"] in _EXPECTED:
+        expected = _EXPECTED[invalid[0]["type"]].format(**invalid[0].get("ctx", {}))
+        return f"{str(invalid[0]['input'])!r}: expected {expected}"
+    return error.message or getattr(error.param, "help", None) or ""

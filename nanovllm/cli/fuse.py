@@ -37,7 +37,8 @@ _Loops = Annotated[
     typer.Option(help="A Python file of loop nests, in place of a module: can they be fused and tiled? Needs islpy."),
 ]
 _Size = Annotated[
-    list[str] | None, typer.Option(help="With --loops: the value of a variable, such as N=64; repeatable.")
+    list[str] | None,
+    typer.Option(metavar="NAME=N", help="With --loops: the value of a variable, such as N=64; repeatable."),
 ]
 _Context = Annotated[int | None, typer.Option(help="Tokens of each sequence, new ones included; by default 1024.")]
 _Phase = Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")]

@@ -83,7 +83,7 @@ def _print_providers(rows: list[dict[str, Any]], title: str) -> None:
 
 @app.command()
 def why(
-    op: Annotated[str, typer.Argument(help="An op.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="The name of an op; `nanovllm kernels list` shows all.")],
     shape: Annotated[str | None, typer.Option(help="A shape such as 32x1024, to ask about such a call.")] = None,
     dtype: common.Dtype = "bfloat16",
     device: common.Device = "auto",

@@ -18,15 +18,21 @@ if TYPE_CHECKING:
 
     from nanovllm.kernels import Op
 
-OpName = Annotated[str | None, typer.Argument(help="An op, or a prefix of several (attention); by default all ops.")]
+OpName = Annotated[
+    str | None, typer.Argument(metavar="OP", help="An op, or a prefix of several (attention); by default all ops.")
+]
 Device = Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:N.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE|-", help=HELP, callback=check_target)]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns; in a file or a pipe, each row in one line.")]
 Plugins = Annotated[
-    list[str] | None, typer.Option(help="A Python file or module with kernels of your own; repeatable.")
+    list[str] | None, typer.Option(metavar="FILE", help="A Python file or module with kernels of your own; repeatable.")
 ]
-Providers = Annotated[list[str] | None, typer.Option("--provider", help="Only this provider; repeatable.")]
-Shapes = Annotated[list[str] | None, typer.Option("--shape", help="A shape such as 32x1024; repeatable.")]
+Providers = Annotated[
+    list[str] | None, typer.Option("--provider", metavar="NAME", help="Only this provider; repeatable.")
+]
+Shapes = Annotated[
+    list[str] | None, typer.Option("--shape", metavar="SHAPE", help="A shape such as 32x1024; repeatable.")
+]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 DTYPES = ("bfloat16", "float16", "float32")
 GPUS = "a100, a100-40gb, h100, h200, b200, rtx-4090"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def export_op(
-    op: Annotated[str, typer.Argument(help="An op.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="The name of an op; `nanovllm kernels list` shows all.")],
     out: Annotated[
         Path, typer.Option(help="The directory that gets definitions/, workloads/, blob/ and solutions/.")
     ] = Path("flashinfer-trace"),
@@ -49,11 +49,15 @@ def export_op(
 
 
 def import_solutions(
-    path: Annotated[Path, typer.Argument(help="A Solution's JSON file, or a directory of FlashInfer-Bench.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A Solution's JSON file, or a directory of FlashInfer-Bench.")
+    ],
     definition: Annotated[
         Path | None, typer.Option(help="The Definition's file; by default it is looked for by its name.")
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Only this Solution or Definition; repeatable.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only this Solution or Definition; repeatable.", metavar="NAME")
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Keep the plugin in this .py file, for --kernel-plugin.", metavar="FILE.py")
     ] = None,

@@ -22,7 +22,7 @@ _MOST_SHAPES = 8
 
 
 def show(
-    op: Annotated[str, typer.Argument(help="An op.")],
+    op: Annotated[str, typer.Argument(metavar="OP", help="The name of an op; `nanovllm kernels list` shows all.")],
     kernel_plugin: common.Plugins = None,
     json_file: common.Json = None,
 ) -> None:

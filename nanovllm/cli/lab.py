@@ -30,7 +30,8 @@ LESSONS = {
 _Sizes = Annotated[str | None, typer.Option(help="Sizes to time, such as 1024,4096,16384; at most 32768.")]
 _Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default the lesson's first.")]
 _Ways = Annotated[
-    list[str] | None, typer.Option("--way", help="plain, torch, compile, cuda or triton; repeatable, all by default.")
+    list[str] | None,
+    typer.Option("--way", metavar="WAY", help="plain, torch, compile, cuda or triton; repeatable, all by default."),
 ]
 _Gpu = Annotated[str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")]
 _Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
@@ -92,7 +93,7 @@ for _name, _help in LESSONS.items():
 @app.command()
 def mlp(
     sweep: Annotated[
-        list[str] | None, typer.Option(help="steps, layers, batch or dim; repeatable, all by default.")
+        list[str] | None, typer.Option(metavar="NAME", help="steps, layers, batch or dim; repeatable, all by default.")
     ] = None,
     dim: Annotated[int | None, typer.Option(help="Width of each layer, if not swept.")] = None,
     batch: Annotated[int | None, typer.Option(help="Rows in a step, if not swept.")] = None,

@@ -153,7 +153,9 @@ def elementwise(
 @app.command()
 @takes_records
 def reduction(
-    kind: Annotated[str, typer.Argument(help="softmax, layer_norm or rms_norm, also as layernorm and rmsnorm.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="softmax, layer_norm or rms_norm, also as layernorm and rmsnorm.")
+    ],
     rows: Annotated[int, typer.Option(help="Rows.")],
     size: Annotated[int, typer.Option(help="Elements of a row.")],
     *,

@@ -26,9 +26,12 @@ _DEFAULT_GPU = "h100"
 
 
 def tune(
-    op: Annotated[str | None, typer.Argument(help="An op; with --preset or --list by default all ops.")] = None,
+    op: Annotated[
+        str | None, typer.Argument(metavar="OP", help="An op; with --preset or --list by default all ops.")
+    ] = None,
     shape: Annotated[
-        list[str] | None, typer.Option(help="A shape such as 64x1024, as for `nanovllm kernels bench`; repeatable.")
+        list[str] | None,
+        typer.Option(metavar="SHAPE", help="A shape such as 64x1024, as for `nanovllm kernels bench`; repeatable."),
     ] = None,
     dtype: Dtype = "bfloat16",
     preset: Annotated[str | None, typer.Option(help="The shapes of a model, such as qwen3-0.6b.")] = None,

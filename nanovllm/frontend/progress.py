@@ -26,6 +26,11 @@ class ProgressBar:
         )
         self._task = self._bar.add_task("", total=len(requests), rate="")
 
+    @staticmethod
+    def prepare() -> None:
+        """Import what draws the bar. Called before the requests arrive, whose times then do not contain the import."""
+        import rich.progress  # noqa: F401
+
     def __enter__(self) -> ProgressBar:
         return self
 

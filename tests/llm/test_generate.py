@@ -1,6 +1,7 @@
 """`LLM.generate`: every form of a prompt, completions, cached prefixes, progress."""
 
 import random
+import sys
 import time
 
 import numpy as np
@@ -60,6 +61,21 @@ def test_outputs_have_the_keys_of_nano_vllm_and_the_attributes_of_vllm(llm, refe
     assert out.outputs[0].finish_reason == "length" and out.outputs[0].stop_reason is None and out.outputs[0].index == 0
     assert out.prompt == PROMPTS[1] and out.prompt_token_ids == TOKENIZER.encode(PROMPTS[1]) and out.finished
     assert 0 < out.metrics.time_to_first_token <= out.metrics.total_time < 60
+
+
+def test_what_draws_the_progress_bar_is_imported_before_the_times_of_requests_begin(llm, monkeypatch):
+    imported = []
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, *_):
+            if name == "rich.progress":
+                imported.append(time.time())
+
+    monkeypatch.delitem(sys.modules, "rich.progress", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    (out,) = llm.generate(["hello"], GREEDY)
+    assert imported and out.metrics.arrival_time >= imported[0]
 
 
 def test_cached_prompt_tokens_are_counted(llm):
