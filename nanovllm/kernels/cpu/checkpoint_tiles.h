@@ -7,7 +7,11 @@
 
 namespace nanovllm {
 
-inline Floats floats_at(const uint8_t* from) { return load<Floats>(from); }
+inline Rows floats_at(const uint8_t* from) {
+    Rows rows;
+    std::memcpy(rows.at, from, sizeof rows.at);
+    return rows;
+}
 
 inline void pack_floats(const uint8_t* const* rows, int at, uint8_t* to) {
     for (int r = 0; r < TILE; r++) std::memcpy(to + 4 * r, rows[r] + at, 4);
@@ -27,8 +31,8 @@ struct Int4Tile {
         pack_floats(rows, 4, to + MINIMUM_AT);
         for (int j = 0; j < GROUPS; j++) pack_nibbles(rows, 8 + 16 * j, to + NIBBLES_AT + j * 16 * TILE);
     }
-    static Floats scale(const uint8_t* from, int, int) { return floats_at(from); }
-    static Floats minimum(const uint8_t* from, int) { return floats_at(from + MINIMUM_AT); }
+    static Rows scale(const uint8_t* from, int, int) { return floats_at(from); }
+    static Rows minimum(const uint8_t* from, int) { return floats_at(from + MINIMUM_AT); }
     static void codes(const uint8_t* from, int j, Codes* to) { nibbles(from + NIBBLES_AT + j * 16 * TILE, to); }
 };
 
@@ -49,7 +53,7 @@ struct E4M3Tile {
             std::memcpy(to + 4 * r, &scale, 4);
         }
     }
-    static Floats column(const uint8_t* from, int j, int k) {
+    static Rows column(const uint8_t* from, int j, int k) {
         return floats_of_e4m3(from + VALUES_AT + (j * GROUP + k) * TILE) * floats_at(from);
     }
 };

@@ -16,75 +16,153 @@ inline int32_t four_at(const int8_t* from) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
+typedef float Eight __attribute__((vector_size(32), may_alias));  // rows
+
+// A group's products with parts 1 and 2 are one sum, in units of 256: the upper two fit in 32 bits.
+template <int P>
+constexpr int DIGITS = P == 1 ? 1 : 2;
+
 // GCC adds integers in pairs, and the pairs in pairs: that takes more registers than there are.
 inline void in_this_order(__m256i& sum) { asm("" : "+x"(sum)); }
 
-// Half h of the codes, COUNT vectors, in registers of 8 rows: sums[p] += codes times part p.
-template <int TOP, int COUNT, int P>
-inline void dots_of_eights(const Codes* codes, const Integers<P>& x, int h, Ints (&sums)[P]) {
-    auto code_at = [&](int v, int rows) { return _mm256_loadu_si256((const __m256i*)(codes + v) + rows); };
-    auto four = [&](int v, int p) { return _mm256_set1_epi32(four_at(x.parts[p] + 4 * (h * COUNT + v))); };
-    auto add_to = [&](int rows, int p, __m256i value) {
-        __m256i* sum = (__m256i*)&sums[p] + rows;
-        _mm256_storeu_si256(sum, _mm256_add_epi32(_mm256_loadu_si256(sum), value));
-    };
 #if defined(__AVXVNNI__)
-    __m256i total[2][P] = {};
-#pragma GCC unroll 8
-    for (int v = 0; v < COUNT; v++) {
-        const __m256i code[2] = {code_at(v, 0), code_at(v, 1)};
-        for (int p = 0; p < P; p++) {
-            const __m256i part = four(v, p);
-            for (int rows = 0; rows < 2; rows++) total[rows][p] = _mm256_dpbusd_avx_epi32(total[rows][p], code[rows], part);
-        }
-    }
-    for (int rows = 0; rows < 2; rows++)
-        for (int p = 0; p < P; p++) add_to(rows, p, total[rows][p]);
+constexpr bool MULTIPLIES_BYTES = true;
 #else
-    // Products of neighbours are added in 16 bits, as many as fit: RUN * 2 * TOP * 128 < 2^15.
-    constexpr int FIT = 32767 / (256 * TOP), RUN = FIT < COUNT ? FIT : COUNT;
+constexpr bool MULTIPLIES_BYTES = false;
+#endif
+// How many products of neighbours fit in 16 bits if they are added: FIT * 2 * TOP * 128 < 2^15.
+template <int TOP>
+constexpr int FIT = 32767 / (256 * TOP);
+// Whether codes are multiplied as words of 16 bits: where not even one fits.
+template <int TOP>
+constexpr bool BY_WORDS = !MULTIPLIES_BYTES && FIT<TOP> == 0;
+
+// sums[rows] += codes [COUNT] of rows 8 * rows and on times the activations from column `first` on.
+template <int TOP, int COUNT, int P>
+inline void dots_of_bytes(const Codes* codes, const Integers<P>& x, int first, __m256i (&sums)[2][DIGITS<P>]) {
+    __m256i total[2][P] = {};
     const __m256i ones = _mm256_set1_epi16(1);
-    if constexpr (FIT > 0) {
+    constexpr int RUN = MULTIPLIES_BYTES || FIT<TOP> >= COUNT ? COUNT : FIT<TOP>;
 #pragma GCC unroll 8
-        for (int begin = 0; begin < COUNT; begin += RUN) {
-            __m256i run[2][P];
+    for (int begin = 0; begin < COUNT; begin += RUN) {
+        __m256i run[2][P];
 #pragma GCC unroll 8
-            for (int v = begin; v < begin + RUN; v++) {
-                const __m256i code[2] = {code_at(v, 0), code_at(v, 1)};
-                for (int p = 0; p < P; p++) {
-                    const __m256i part = four(v, p);
-                    for (int rows = 0; rows < 2; rows++) {
-                        const __m256i pairs = _mm256_maddubs_epi16(code[rows], part);
-                        run[rows][p] = v == begin ? pairs : _mm256_add_epi16(run[rows][p], pairs);
-                        in_this_order(run[rows][p]);
-                    }
+        for (int v = begin; v < begin + RUN; v++) {
+            const __m256i code[2] = {_mm256_loadu_si256((const __m256i*)(codes + v)),
+                                     _mm256_loadu_si256((const __m256i*)(codes + v) + 1)};
+#pragma GCC unroll 3
+            for (int p = 0; p < P; p++) {
+                const __m256i part = _mm256_set1_epi32(four_at(x.parts[p] + first + 4 * v));
+#pragma GCC unroll 2
+                for (int rows = 0; rows < 2; rows++) {
+#if defined(__AVXVNNI__)
+                    total[rows][p] = _mm256_dpbusd_avx_epi32(total[rows][p], code[rows], part);
+#else
+                    const __m256i pairs = _mm256_maddubs_epi16(code[rows], part);
+                    run[rows][p] = v == begin ? pairs : _mm256_add_epi16(run[rows][p], pairs);
+                    in_this_order(run[rows][p]);
+#endif
                 }
             }
-            for (int rows = 0; rows < 2; rows++)
-                for (int p = 0; p < P; p++) add_to(rows, p, _mm256_madd_epi16(run[rows][p], ones));
         }
-    } else {  // two digits of 4 bits, whose sums fit
-        const __m256i nibble = _mm256_set1_epi8(15), sixteen = _mm256_set1_epi16(16);
-        for (int rows = 0; rows < 2; rows++) {
-            __m256i low[P] = {}, high[P] = {};
-#pragma GCC unroll 8
-            for (int v = 0; v < COUNT; v++) {
-                const __m256i code = code_at(v, rows);
-                const __m256i lower = _mm256_and_si256(code, nibble);
-                const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(code, 4), nibble);
-                for (int p = 0; p < P; p++) {
-                    const __m256i part = four(v, p);
-                    low[p] = _mm256_add_epi16(low[p], _mm256_maddubs_epi16(lower, part));
-                    high[p] = _mm256_add_epi16(high[p], _mm256_maddubs_epi16(upper, part));
-                    in_this_order(low[p]);
-                    in_this_order(high[p]);
-                }
-            }
-            for (int p = 0; p < P; p++)
-                add_to(rows, p, _mm256_add_epi32(_mm256_madd_epi16(low[p], ones), _mm256_madd_epi16(high[p], sixteen)));
+        if constexpr (!MULTIPLIES_BYTES)
+#pragma GCC unroll 2
+            for (int rows = 0; rows < 2; rows++)
+#pragma GCC unroll 3
+                for (int p = 0; p < P; p++)
+                    total[rows][p] = _mm256_add_epi32(total[rows][p], _mm256_madd_epi16(run[rows][p], ones));
+    }
+#pragma GCC unroll 2
+    for (int rows = 0; rows < 2; rows++) {
+        sums[rows][0] = _mm256_add_epi32(sums[rows][0], total[rows][0]);
+        if constexpr (P > 1)
+            sums[rows][1] = _mm256_add_epi32(
+                sums[rows][1], _mm256_add_epi32(total[rows][1], _mm256_slli_epi32(total[rows][2], 8)));
+    }
+}
+
+// A group of 32 codes of 16 rows as words: columns 4 v and 4 v + 2 of vector v, then 4 v + 1 and 4 v + 3.
+struct CodeWords {
+    __m256i at[VECTORS][2][2];  // [v][which two columns][rows]
+};
+inline __m256i words_of(const Codes& codes, int odd, int rows) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)&codes + rows);
+    return odd ? _mm256_srli_epi16(both, 8) : _mm256_and_si256(both, _mm256_set1_epi16(255));
+}
+inline void to_words(const Codes* codes, CodeWords& to) {
+    for (int v = 0; v < VECTORS; v++)
+        for (int odd = 0; odd < 2; odd++)
+            for (int rows = 0; rows < 2; rows++) to.at[v][odd][rows] = words_of(codes[v], odd, rows);
+}
+
+// The same of a whole group by words, which `word(v, odd, rows)` returns.
+template <int P, typename Word>
+inline void dots_of_words(Word&& word, const Integers<P>& x, __m256i (&sums)[2][DIGITS<P>]) {
+    // The activations as words: part 0, and 256 times part 2 plus part 1, which is below 2^15 as part 2 is 127 at most.
+    alignas(32) int32_t pairs[DIGITS<P>][2][VECTORS];
+    auto words_at = [&](int p, int odd) {
+        const __m256i part = _mm256_load_si256((const __m256i*)x.parts[p]);
+        return _mm256_srai_epi16(odd ? part : _mm256_slli_epi16(part, 8), 8);
+    };
+    for (int odd = 0; odd < 2; odd++) {
+        _mm256_store_si256((__m256i*)pairs[0][odd], words_at(0, odd));
+        if constexpr (P > 1) {
+            const __m256i part = _mm256_load_si256((const __m256i*)x.parts[2]);
+            const __m256i upper = odd ? _mm256_andnot_si256(_mm256_set1_epi16(255), part) : _mm256_slli_epi16(part, 8);
+            _mm256_store_si256((__m256i*)pairs[1][odd], _mm256_add_epi16(words_at(1, odd), upper));
         }
     }
-#endif
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            const __m256i words[2] = {word(v, odd, 0), word(v, odd, 1)};
+#pragma GCC unroll 2
+            for (int digit = 0; digit < DIGITS<P>; digit++) {
+                const __m256i pair = _mm256_set1_epi32(pairs[digit][odd][v]);
+#pragma GCC unroll 2
+                for (int rows = 0; rows < 2; rows++) {
+                    sums[rows][digit] = _mm256_add_epi32(sums[rows][digit], _mm256_madd_epi16(words[rows], pair));
+                    in_this_order(sums[rows][digit]);
+                }
+            }
+        }
+}
+
+// acc[m] += scales * codes of a group times group x[m * stride] of M tokens, plus `minimum` times its sum. HALVES: 2 if
+// each 16 columns have a scale.
+template <int TOP, int CENTRE, int HALVES, bool MINIMUM, int P, int M>
+inline void group_of_eights(const Codes* codes, const Rows* scales, const Rows& minimum, const Integers<P>* x,
+                            int64_t stride, Floats* acc) {
+    constexpr int COUNT = VECTORS / HALVES;
+    static_assert(!BY_WORDS<TOP> || HALVES == 1);
+    CodeWords words;
+    if constexpr (BY_WORDS<TOP> && M > 1) to_words(codes, words);
+    for (int m = 0; m < M; m++) {
+        const Codes* from = codes;
+        const CodeWords* wide = &words;
+        // Else GCC keeps codes in registers that the sums of three parts need.
+        if (P > 1) asm("" : "+r"(from), "+r"(wide));
+        const Integers<P>& of = x[m * stride];
+        Eight* const to = (Eight*)&acc[m];
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) {
+            __m256i sums[2][DIGITS<P>];
+            auto sum_of = [&](int p) { return HALVES == 2 ? of.sums[h][p] : of.sums[0][p] + of.sums[1][p]; };
+            sums[0][0] = sums[1][0] = _mm256_set1_epi32(CENTRE ? -CENTRE * sum_of(0) : 0);
+            if constexpr (P > 1) sums[0][1] = sums[1][1] = _mm256_set1_epi32(CENTRE ? -CENTRE * (sum_of(1) + 256 * sum_of(2)) : 0);
+            if constexpr (!BY_WORDS<TOP>) dots_of_bytes<TOP, COUNT>(from + h * COUNT, of, 4 * h * COUNT, sums);
+            else if constexpr (M > 1) dots_of_words([&](int v, int odd, int rows) { return wide->at[v][odd][rows]; }, of, sums);
+            else dots_of_words([&](int v, int odd, int rows) { return words_of(from[v], odd, rows); }, of, sums);
+#pragma GCC unroll 2
+            for (int rows = 0; rows < 2; rows++) {
+                Eight sum = (Eight)_mm256_cvtepi32_ps(sums[rows][0]);
+                if constexpr (P > 1) sum = (Eight)_mm256_cvtepi32_ps(sums[rows][1]) * 256.0f + sum;
+                to[rows] += sum * (((const Eight*)&scales[h])[rows] * of.step);
+            }
+        }
+        if (MINIMUM) add_product(acc[m], minimum, of.sum);
+    }
 }
 #endif
 
@@ -101,9 +179,6 @@ inline void dots(const Codes* codes, const Integers<P>* x, int64_t stride, Ints 
                 const __m512i four = _mm512_set1_epi32(four_at(x[m * stride].parts[p] + 4 * v));
                 sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes[v], four);
             }
-#elif defined(__AVX2__)
-    for (int m = 0; m < M; m++)
-        for (int h = 0; h < HALVES; h++) dots_of_eights<TOP, VECTORS / HALVES>(codes + h * VECTORS / HALVES, x[m * stride], h, sums[h][m]);
 #elif defined(__ARM_FEATURE_DOTPROD)
     for (int m = 0; m < M; m++)
         for (int h = 0; h < HALVES; h++)

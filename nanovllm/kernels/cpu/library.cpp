@@ -110,9 +110,10 @@ int32_t nanovllm_is_finite(Threads* threads, const Weight* w) {
             for (int64_t b = 0; b < blocks_of<T>(w->columns); b++, block += T::BYTES) {
                 for (int j = 0; j < T::GROUPS; j++) {
                     if constexpr (T::IS_FLOATS)
-                        for (int k = 0; k < GROUP; k++) zeros += T::column(block, j, k) * 0.0f;
+                        for (int k = 0; k < GROUP; k++) zeros += (Floats)T::column(block, j, k) * 0.0f;
                     else
-                        zeros += (T::scale(block, j, 0) + T::scale(block, j, T::SCALES - 1) + T::minimum(block, j)) * 0.0f;
+                        for (const Floats values : {T::scale(block, j, 0), T::scale(block, j, T::SCALES - 1), T::minimum(block, j)})
+                            zeros += values * 0.0f;
                 }
             }
             const float total = sum(zeros);

@@ -19,9 +19,13 @@ inline Floats joined(const Ints* sums) {
 
 // acc[m] += codes of group j of the super-block at `block` times group x[m * stride] of M tokens.
 template <typename T, int P, int M>
-inline void group_times(const uint8_t* block, int j, const Codes* codes, const Floats* scales, const Integers<P>* x,
+inline void group_times(const uint8_t* block, int j, const Codes* codes, const Rows* scales, const Integers<P>* x,
                         int64_t stride, Floats* acc) {
     constexpr int HALVES = T::SCALES;
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+    const Rows minimum = T::MINIMUM ? T::minimum(block, j) : Rows(Floats{});
+    group_of_eights<T::TOP, T::CENTRE, HALVES, T::MINIMUM, P, M>(codes, scales, minimum, x, stride, acc);
+#else
     Ints sums[HALVES][M][P];
     for (int m = 0; m < M; m++)
         for (int h = 0; h < HALVES; h++)
@@ -35,12 +39,18 @@ inline void group_times(const uint8_t* block, int j, const Codes* codes, const F
         for (int h = 0; h < HALVES; h++) add_product(acc[m], joined<P>(sums[h][m]), scales[h] * x[m * stride].step);
         if (T::MINIMUM) add_product(acc[m], T::minimum(block, j), x[m * stride].sum);
     }
+#endif
 }
 
 // A tile for M tokens: several at once share the decoding of the weights, and as many as registers hold their loads.
 template <typename T, int P, int M>
 inline void tile_times(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-    constexpr int AT_ONCE = P == 1 ? 8 : 4, AHEAD = 2048;
+#if defined(__AVX512F__)
+    constexpr int AT_ONCE = P == 1 ? 8 : 4;
+#else
+    constexpr int AT_ONCE = 8;
+#endif
+    constexpr int AHEAD = 2048;
     const int64_t blocks = blocks_of<T>(w.columns);
     const uint8_t* block = w.data + tile * blocks * T::BYTES;
     Floats acc[M] = {};
@@ -51,7 +61,7 @@ inline void tile_times(const Weight& w, int64_t tile, const Tokens& x, int64_t t
             const Integers<P>* group = x.group<P>(token, b * T::GROUPS + j);
             Codes codes[VECTORS];
             T::codes(block, j, codes);
-            Floats scales[T::SCALES];
+            Rows scales[T::SCALES];
             for (int h = 0; h < T::SCALES; h++) scales[h] = T::scale(block, j, h);
             if constexpr (M <= AT_ONCE) group_times<T, P, M>(block, j, codes, scales, group, x.groups(), acc);
             else
@@ -112,7 +122,7 @@ inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, c
         for (int i = 0; i < LANES; i++) {
             for (int r = 0; r < R; r++) {
                 const uint8_t* from = w.data + (tile + r) * bytes + block * T::BYTES;
-                const Floats low = T::column(from, j, i), high = T::column(from, j, i + LANES);
+                const Rows low = T::column(from, j, i), high = T::column(from, j, i + LANES);
                 for (int m = 0; m < M; m++) {
                     add_product(acc[r][m][0], low, at[m * x.stride + i]);
                     add_product(acc[r][m][1], high, at[m * x.stride + i + LANES]);

@@ -30,8 +30,14 @@ struct Output {
         const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, rows - first);
         float* to = values + token * stride + first;
         if (count == TILE) {
-            Floats value = bias ? results + load<Floats>(bias + first) : results;
-            return store(to, add ? load<Floats>(to) + value : value);
+            constexpr int LENGTH = LANES / REGISTERS;
+            for (int i = 0; i < LANES; i += LENGTH) {
+                Register value = load<Register>((const float*)&results + i);
+                if (bias) value += load<Register>(bias + first + i);
+                if (add) value += load<Register>(to + i);
+                store(to + i, value);
+            }
+            return;
         }
         for (int64_t i = 0; i < count; i++) {
             const float value = bias ? results[i] + bias[first + i] : results[i];

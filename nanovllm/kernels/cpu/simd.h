@@ -46,43 +46,69 @@ typedef Floats Register;
 constexpr int REGISTERS = 1;
 #endif
 
-// to += a * b, register by register: GCC copies longer vectors in pieces of 8 and 16 bytes, which makes the next load of
-// a register wait.
-inline void add_product(Floats& to, const Floats& a, const Floats& b) {
-    for (int i = 0; i < REGISTERS; i++) ((Register*)&to)[i] += ((const Register*)&a)[i] * ((const Register*)&b)[i];
-}
+// 16 floats as registers. GCC copies a vector that is longer than a register in pieces of 8 and 16 bytes, and the next load
+// of a register waits for all of them.
+struct Rows {
+    Register at[REGISTERS];
 
-inline void add_product(Floats& to, const Floats& a, float b) {
-    for (int i = 0; i < REGISTERS; i++) ((Register*)&to)[i] += ((const Register*)&a)[i] * b;
-}
-
+    Rows() = default;
+    Rows(const Floats& values) {
+        for (int i = 0; i < REGISTERS; i++) at[i] = ((const Register*)&values)[i];
+    }
 #if defined(__AVX2__) && !defined(__AVX512F__)
-inline Floats joined(__m256 low, __m256 high) {
-    Floats values;
-    _mm256_storeu_ps((float*)&values, low);
-    _mm256_storeu_ps((float*)&values + 8, high);
-    return values;
-}
+    Rows(__m256 low, __m256 high) : at{(Register)low, (Register)high} {}
 #endif
+    operator Floats() const {
+        Floats values;
+        for (int i = 0; i < REGISTERS; i++) ((Register*)&values)[i] = at[i];
+        return values;
+    }
+};
+
+inline Rows operator*(Rows a, const Rows& b) {
+    for (int i = 0; i < REGISTERS; i++) a.at[i] *= b.at[i];
+    return a;
+}
+
+inline Rows operator*(Rows a, float b) {
+    for (int i = 0; i < REGISTERS; i++) a.at[i] *= b;
+    return a;
+}
+
+inline Rows operator-(Rows a) {
+    for (int i = 0; i < REGISTERS; i++) a.at[i] = -a.at[i];
+    return a;
+}
+
+inline void store(float* to, const Rows& rows) { std::memcpy(to, rows.at, sizeof rows.at); }
+
+// to += a * b.
+inline void add_product(Floats& to, const Rows& a, const Rows& b) {
+    for (int i = 0; i < REGISTERS; i++) ((Register*)&to)[i] += a.at[i] * b.at[i];
+}
+
+inline void add_product(Floats& to, const Rows& a, float b) {
+    for (int i = 0; i < REGISTERS; i++) ((Register*)&to)[i] += a.at[i] * b;
+}
 
 // GCC widens bytes of long vectors one by one.
-inline Floats to_floats(Bytes values) {
+inline Rows to_floats(Bytes values) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)values));
 #elif defined(__AVX2__)
     const __m128i low = (__m128i)values, high = _mm_unpackhi_epi64(low, low);
-    return joined(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(high)));
+    return Rows(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(high)));
 #else
     return __builtin_convertvector(__builtin_convertvector(values, Ints), Floats);
 #endif
 }
 
-inline Floats to_floats(SignedBytes values) {
+inline Rows to_floats(SignedBytes values) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)values));
 #elif defined(__AVX2__)
     const __m128i low = (__m128i)values, high = _mm_unpackhi_epi64(low, low);
-    return joined(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)));
+    return Rows(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)));
 #else
     return __builtin_convertvector(__builtin_convertvector(values, Ints), Floats);
 #endif

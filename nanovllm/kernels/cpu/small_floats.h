@@ -48,7 +48,7 @@ inline uint16_t f16_of_float(float value) {
 #endif
 }
 
-inline Floats floats_of_bf16(const uint16_t* from) {
+inline Rows floats_of_bf16(const uint16_t* from) {
 #if defined(__AVX512F__)
     const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
     return (Floats)_mm512_slli_epi32(wide, 16);  // GCC widens each half by itself
@@ -57,23 +57,27 @@ inline Floats floats_of_bf16(const uint16_t* from) {
         const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)halves));
         return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
     };
-    return joined(eight(from), eight(from + 8));
+    return Rows(eight(from), eight(from + 8));
 #else
     typedef uint32_t Wide __attribute__((vector_size(64)));
     return (Floats)(__builtin_convertvector(load<Halves>(from), Wide) << 16);
 #endif
 }
 
-inline Floats floats_of_f16(const uint16_t* from) {
+inline Rows floats_of_f16(const uint16_t* from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__F16C__)
     const __m256 low = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
     const __m256 high = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 8)));
+#if defined(__AVX2__)
+    return Rows(low, high);
+#else
     Floats values;
     std::memcpy(&values, &low, 32);
     std::memcpy((char*)&values + 32, &high, 32);
     return values;
+#endif
 #else
     Floats values;
     for (int i = 0; i < LANES; i++) values[i] = float_of_f16(from[i]);
@@ -85,7 +89,7 @@ inline Floats floats_of_f16(const uint16_t* from) {
 
 // Sign, 4 bits of exponent and 3 of fraction, divided by 256: as 16-bit floats their exponents are smaller by 8. What is
 // NaN as an 8-bit float becomes a number.
-inline Floats floats_of_e4m3(const uint8_t* from) {
+inline Rows floats_of_e4m3(const uint8_t* from) {
     // The sign moves to the top, its copy goes.
 #if defined(__AVX2__)
     const __m256i wide = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)from));
@@ -93,7 +97,7 @@ inline Floats floats_of_e4m3(const uint8_t* from) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(halves);
 #else
-    return joined(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
+    return Rows(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)));
 #endif
 #else
     typedef int16_t Signed __attribute__((vector_size(32)));

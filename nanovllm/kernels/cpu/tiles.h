@@ -25,7 +25,7 @@ constexpr int TILE = LANES;  // rows
 //   IS_FLOATS  true
 //   column(from, j, k)     16 rows of column k of group j
 
-inline Floats halves_at(const uint8_t* from) { return floats_of_f16((const uint16_t*)from); }
+inline Rows halves_at(const uint8_t* from) { return floats_of_f16((const uint16_t*)from); }
 
 constexpr int VECTORS = 8;  // of codes in a group
 
@@ -39,7 +39,7 @@ struct PlainTile {
                 std::memcpy(to + (k * TILE + r) * S::BYTES, rows[r] + k * S::BYTES, S::BYTES);
     }
     static constexpr bool IS_FLOATS = true;
-    static Floats column(const uint8_t* from, int, int k) {
+    static Rows column(const uint8_t* from, int, int k) {
         from += k * TILE * S::BYTES;
         if constexpr (std::is_same_v<S, F32>) return load<Floats>(from);
         else if constexpr (std::is_same_v<S, BF16>) return floats_of_bf16((const uint16_t*)from);
@@ -91,8 +91,8 @@ struct Q8_0Tile {
         for (int k = 0; k < GROUP; k++)
             for (int r = 0; r < TILE; r++) to[32 + (k / 4 * TILE + r) * 4 + k % 4] = rows[r][2 + k] ^ CENTRE;
     }
-    static Floats scale(const uint8_t* from, int, int) { return halves_at(from); }
-    static Floats minimum(const uint8_t*, int) { return Floats{}; }
+    static Rows scale(const uint8_t* from, int, int) { return halves_at(from); }
+    static Rows minimum(const uint8_t*, int) { return Floats{}; }
     static void codes(const uint8_t* from, int, Codes* to) {
         for (int v = 0; v < VECTORS; v++) by_register(from + 32 + v * sizeof(Codes), to[v], [](CodePairs v) { return v; });
     }
@@ -118,8 +118,8 @@ struct SmallTile {
         }
         pack_nibbles(rows, ROW_NIBBLES, to + NIBBLES_AT);
     }
-    static Floats scale(const uint8_t* from, int, int) { return halves_at(from); }
-    static Floats minimum(const uint8_t* from, int) { return MINIMUM ? halves_at(from + 32) : Floats{}; }
+    static Rows scale(const uint8_t* from, int, int) { return halves_at(from); }
+    static Rows minimum(const uint8_t* from, int) { return MINIMUM ? halves_at(from + 32) : Rows(Floats{}); }
     static void codes(const uint8_t* from, int, Codes* to) {
         nibbles(from + NIBBLES_AT, to);
         if (FIFTH) add_fifth_bits(from + FIFTH_AT, to);
@@ -161,10 +161,10 @@ struct LargeTile {
         }
     }
     static const uint8_t* group_at(const uint8_t* from, int j) { return from + HEAD + j * GROUP_BYTES; }
-    static Floats scale(const uint8_t* from, int j, int) {
+    static Rows scale(const uint8_t* from, int j, int) {
         return halves_at(from) * to_floats(load<Bytes>(group_at(from, j)));
     }
-    static Floats minimum(const uint8_t* from, int j) {
+    static Rows minimum(const uint8_t* from, int j) {
         return -(halves_at(from + 32) * to_floats(load<Bytes>(group_at(from, j) + TILE)));
     }
     static void codes(const uint8_t* from, int j, Codes* to) {
@@ -203,10 +203,10 @@ struct Q6_KTile {
         }
     }
     static const uint8_t* group_at(const uint8_t* from, int j) { return from + HEAD + j * GROUP_BYTES; }
-    static Floats scale(const uint8_t* from, int j, int h) {
+    static Rows scale(const uint8_t* from, int j, int h) {
         return halves_at(from) * to_floats(load<SignedBytes>(group_at(from, j) + h * TILE));
     }
-    static Floats minimum(const uint8_t*, int) { return Floats{}; }
+    static Rows minimum(const uint8_t*, int) { return Floats{}; }
     static void codes(const uint8_t* from, int j, Codes* to) {
         const uint8_t* group = group_at(from, j);
         nibbles(group + NIBBLES_AT, to);
