@@ -138,16 +138,17 @@ inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, c
 // sums are in the order of `few`.
 template <typename T>
 inline void one_token(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-    constexpr int AHEAD = 4096;
+    constexpr int AHEAD = 6144, PIECE = T::BYTES / T::GROUPS / LANES;  // bytes of two columns
     const int64_t blocks = blocks_of<T>(w.columns);
     const float* values = x.values + token * x.stride;
     const uint8_t* block = w.data + tile * blocks * T::BYTES;
     Floats low{}, high{};
     for (int64_t b = 0; b < blocks; b++, block += T::BYTES) {
-        for (int i = 0; i < T::BYTES; i += 64) __builtin_prefetch(block + AHEAD + i);
         for (int j = 0; j < T::GROUPS; j++, values += GROUP)
 #pragma GCC unroll 16
             for (int i = 0; i < LANES; i++) {
+                // One line after the other: many at once would hold up the loads between them.
+                for (int k = 0; k < PIECE; k += 64) __builtin_prefetch(block + AHEAD + (j * LANES + i) * PIECE + k);
                 add_product(low, T::column(block, j, i), values[i]);
                 add_product(high, T::column(block, j, i + LANES), values[i + LANES]);
             }
