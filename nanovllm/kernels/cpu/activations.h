@@ -101,7 +101,11 @@ class Activations {
     }
 
    private:
-    static int64_t padded(int64_t width) { return (width + 255) / 256 * 256; }
+    // Whole super-blocks. Rows a multiple of 4 KiB apart would share some sets of the first-level cache.
+    static int64_t padded(int64_t width) {
+        const int64_t whole = (width + 255) / 256 * 256;
+        return whole % 1024 ? whole : whole + 64;
+    }
     int64_t filled_groups() const { return (width_ + GROUP - 1) / GROUP; }
 
     template <int P>

@@ -141,6 +141,24 @@ def test_only_bfloat16_weights_take_rounded_activations():
         assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6, format
 
 
+@pytest.mark.parametrize("format", HALVES)
+def test_the_largest_codes_and_activations_fit_in_integers(format):
+    """Weights of one bit pattern each, and activations whose three parts are all at an end of their range."""
+    width, size = block_size(format)
+    blocks = np.empty((16, 512 // width, size), np.uint8)
+    for row, byte in enumerate([0x00, 0x7F, 0x80, 0xFF] * 4):
+        blocks[row] = byte
+    for at in HALVES[format]:
+        blocks[:, :, at : at + 2] = np.float16([1.5]).view(np.uint8)
+    blocks = blocks.reshape(16, -1)
+    weight = torch.from_numpy(gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format]).reshape(16, 512))
+    packed = PackedMatrix(format, torch.from_numpy(blocks), 512)
+    parts = [(a, b, c) for a in (-128, 0, 127) for b in (-128, 0, 127) for c in (-126, 126)]
+    x = torch.tensor([[a + 256 * b + 65536 * c] for a, b, c in parts], dtype=torch.float32).repeat(1, 512)
+    x[:, ::32] = 127 * 65536  # the largest of its 32, which is the scale
+    assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_activations_that_are_not_finite_stay_so(value):
     for format, activations, count in (
@@ -154,10 +172,12 @@ def test_activations_that_are_not_finite_stay_so(value):
         assert finite[0].all() and not finite[1].any() and finite[2:].all(), (format, activations, count)
 
 
-@pytest.mark.parametrize("format, columns", [("F32", 77), ("BF16", 200), ("E4M3", 77), ("Q4_1", 96), ("INT4_128", 128)])
+@pytest.mark.parametrize(
+    "format, columns", [("F32", 77), ("BF16", 200), ("BF16", 1000), ("E4M3", 77), ("Q4_1", 96), ("INT4_128", 128)]
+)
 @pytest.mark.parametrize("count", [1, 9, 40])
 def test_padding_holds_nothing_of_the_product_before(format, columns, count):
-    """Both have rows of 256 elements in the same memory."""
+    """Rows of activations have the same memory."""
     before, _ = random_matrix(format, 16, 256)
     packed, weight = random_matrix(format, 16, columns)
     x = torch.randn(count, columns)
