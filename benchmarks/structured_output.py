@@ -1,7 +1,10 @@
 """What constrained requests cost the batch that they are in: `python -m benchmarks.structured_output --help`.
 
 Both sides decode the same number of tokens of the same number of requests; on one side some of these must write JSON.
-The sides run in turns. Then it prints where the host's time goes in a step.
+The sides run in turns. Two rates are printed for each, and what constrained requests cost by either: `whole` is all
+tokens by the time from the call to its end, with prompts, grammars and the first masks, which matchers learn from;
+`steady` is that of the steps in which every request gets a token, without the first eight of them and the last one, in
+which a request ends. Then it prints where the host's time goes in a step. --model qwen3-8b has steps of a larger model.
 
 --host needs no GPU. It measures the host's parts of a step, with a tiny model on the CPU, and each mask. A model of the
 step's time line says what a step of a GPU takes with these.
@@ -24,6 +27,7 @@ import numpy as np
 
 from benchmarks.serving import dummy_tokenizer
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.request import Request
 from nanovllm.structured.constraint import ConstraintMaker
 from nanovllm.structured.mask_filler import THREADS
 from nanovllm.weights.demo_model import demo_model_path
@@ -64,10 +68,33 @@ def tokens_per_second(llm: LLM, num_requests: int, num_constrained: int, num_tok
     return num_requests * num_tokens / seconds
 
 
+class Rates(NamedTuple):
+    """Tokens a second of a round."""
+
+    whole: float
+    """From the call to its end."""
+    steady: float
+    """`Stages.steady_rate`"""
+
+
+def print_rates(sides: dict[int, list[Rates]], num_requests: int) -> None:
+    """Medians of the rounds. sides: by the number of constrained requests, first that of none."""
+    for name in Rates._fields:
+        free = statistics.median(getattr(rates, name) for rates in sides[0])
+        for num_constrained, rounds in sides.items():
+            rate = statistics.median(getattr(rates, name) for rates in rounds)
+            print(
+                f"{name:6} {num_constrained:4} constrained: {rate:9,.0f} tokens/s, {100 * (rate / free - 1):+5.1f} %,"
+                f" {1e3 * num_requests / rate:.2f} ms a step"
+            )
+
+
 _THERE = 0.03
 """ms that looking at tokens takes which are there already."""
 _ENDS = 4
 """Steps at the beginning and at the end that are not counted: prompts, ends of sequences."""
+_SETTLING = 8
+"""The first steps in which all requests get a token: not counted as steady."""
 _LEARNING = 20
 """Masks of a new matcher that take longer, since it learns its grammar's states."""
 
@@ -80,9 +107,11 @@ class Stages:
         engine = llm.engine
         self._masks = engine.runner.sampler.masks.times
         self._beside = engine.runner.fast.enabled.fill_beside
+        self._ends: list[tuple[float, int]] = []
+        """Of each step: when it ended, how many requests got tokens."""
         engine.scheduler.schedule = self._timed("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]
         engine.runner.execute = self._timed("execute", engine.runner.execute)  # type: ignore[method-assign]
-        engine.step = self._timed("step", engine.step)  # type: ignore[method-assign]
+        engine.step = self._noted(self._timed("step", engine.step))  # type: ignore[method-assign]
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         seconds = self._seconds[name]
@@ -95,8 +124,23 @@ class Stages:
 
         return timed
 
+    def _noted(self, step: Callable[[], list[Request]]) -> Callable[[], list[Request]]:
+        def noted() -> list[Request]:
+            grown = step()
+            self._ends.append((time.perf_counter(), len(grown)))
+            return grown
+
+        return noted
+
+    def steady_rate(self, num_requests: int) -> float:
+        """Tokens a second while all of so many requests decode: requests of one completion that were given together."""
+        ends = [end for end, grown in self._ends if grown == num_requests][_SETTLING:-1]
+        assert len(ends) > 1, "too few steps in which all requests got a token"
+        return (len(ends) - 1) * num_requests / (ends[-1] - ends[0])
+
     def clear(self) -> None:
         self._masks.clear()
+        self._ends.clear()
         for seconds in self._seconds.values():
             seconds.clear()
 
@@ -269,21 +313,16 @@ def main() -> None:
             dummy_tokenizer.write(Path(folder), VOCAB_SIZE, END, args.tiktoken)
         llm = LLM(args.model, load_format="dummy", tokenizer=tokenizer, max_model_len=1024, enable_prefix_caching=False)
     stages = Stages(llm)
-    sides: dict[int, list[float]] = {0: [], args.constrained: []}
+    sides: dict[int, list[Rates]] = {0: [], args.constrained: []}
     for num_constrained in sides:  # kernels, grammar, vocabulary
         tokens_per_second(llm, args.requests, num_constrained, args.tokens)
     for _ in range(args.rounds):
         for num_constrained, rates in sides.items():
             stages.clear()
-            rates.append(tokens_per_second(llm, args.requests, num_constrained, args.tokens))
+            whole = tokens_per_second(llm, args.requests, num_constrained, args.tokens)
+            rates.append(Rates(whole, stages.steady_rate(args.requests)))
     print(f"{args.model} on {llm.device_name}: {args.requests} requests x {args.tokens} tokens, {args.rounds} rounds")
-    free = statistics.median(sides[0])
-    for num_constrained, rates in sides.items():
-        rate = statistics.median(rates)
-        print(
-            f"{num_constrained:4} constrained: {rate:9,.0f} tokens/s, {100 * (rate / free - 1):+5.1f} %,"
-            f" {1e3 * args.requests / rate:.2f} ms a step"
-        )
+    print_rates(sides, args.requests)
     found = stages.milliseconds()
     print_stages(found)
     late = 100 * (found["wait"] < _THERE).mean()

@@ -1,11 +1,23 @@
 """What `benchmarks.structured_output` says of the host's time in a step."""
 
 import base64
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.serving import dummy_tokenizer
-from benchmarks.structured_output import SAID, Host, Stages, in_threads, mask_seconds, print_masks, step_ms
+from benchmarks.structured_output import (
+    SAID,
+    Host,
+    Rates,
+    Stages,
+    in_threads,
+    mask_seconds,
+    print_masks,
+    print_rates,
+    step_ms,
+)
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.weights.tokenizer import load_tokenizer
@@ -49,6 +61,37 @@ def test_the_parts_of_a_step_add_up(tmp_path, beside):
         names = {"wait", "advance", "late", "finish", "launch", "schedule", "read"} | (set() if beside else {"fill"})
         parts = sum(found[name].sum() for name in names)
         assert parts == pytest.approx(found["step"].sum(), rel=0.3)  # an end falls into the next step
+
+
+def test_the_steady_rate_is_that_of_the_steps_with_all_requests(monkeypatch):
+    """Four requests: steps of prompts, eight that settle, ten of 2 s, the step in which one ends, and what follows."""
+    steps = [(9.0, 0), (5.0, 2), *[(4.0, 4)] * 8, *[(2.0, 4)] * 10, (7.0, 4), (1.0, 3), (1.0, 2)]
+    now, left = [0.0], iter(steps)
+
+    def step():
+        seconds, grown = next(left)
+        now[0] += seconds
+        return [None] * grown
+
+    runner = SimpleNamespace(
+        execute=None, sampler=SimpleNamespace(masks=SimpleNamespace(times=[])),
+        fast=SimpleNamespace(enabled=SimpleNamespace(fill_beside=True)),
+    )  # fmt: skip
+    engine = SimpleNamespace(step=step, runner=runner, scheduler=SimpleNamespace(schedule=None))
+    stages = Stages(SimpleNamespace(engine=engine))
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for _ in steps:
+        engine.step()
+    assert stages.steady_rate(4) == 4 / 2.0
+
+
+def test_what_both_rates_lose(capsys):
+    print_rates({0: [Rates(100, 200), Rates(50, 400), Rates(80, 300)], 20: [Rates(72, 285)] * 3}, 8)
+    said = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(line[0], line[1], line[5], line[7]) for line in said] == [
+        ("whole", "0", "+0.0", "100.00"), ("whole", "20", "-10.0", "111.11"),
+        ("steady", "0", "+0.0", "26.67"), ("steady", "20", "-5.0", "28.07"),
+    ]  # fmt: skip
 
 
 def test_times_of_single_masks(tmp_path, capsys):
