@@ -1,6 +1,8 @@
 """Products with packed weights in CUDA C++: values on a GPU, the machine code where nvcc is, plans anywhere."""
 
 import re
+from dataclasses import replace
+from itertools import product as product_of
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,6 @@ from nanovllm.kernels.cuda.packed import library, products
 from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
     RING_STAGES,
-    WIDE_STAGES,
     WIDE_TOKENS,
     PackedCudaPlan,
     ScalePlane,
@@ -20,7 +21,10 @@ from nanovllm.kernels.cuda.packed.plan import (
     plan_ring,
     plan_wide,
     turns_of_a_phase,
+    wide_plan,
+    wide_ring,
     wide_shared_bytes,
+    wide_width,
 )
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES
 from tests.kernels.cuda.checks import (
@@ -63,9 +67,10 @@ def test_values(kind, rows, size, device, launches):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows, size", [(24570, 1408), (4096, 12288)])
+@pytest.mark.parametrize("rows, size", [(24570, 1408), (24570, 1536), (6140, 4096), (4096, 12288)])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
+    """Blocks of 192 and of 64 rows, an odd and an even number of steps, alone, gated and as sums."""
     operands, values = make("int4", rows, size, hopper, zeros=zeros)
     sums = rows == 4096
     for tokens in (17, 32, 33, 64, 100, 128):
@@ -93,11 +98,13 @@ def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
         for tokens in (1, 16, 31, 64, 128):
             x = torch.randn(tokens, size, dtype=dtype, device=hopper)
             weight = products._operands(x[:1], *operands)
-            for rows, columns in ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3)):
-                for splits in (1, 4):
-                    plan = PackedCudaPlan(rows, 4 * (rows * columns + 1), splits, 4, 4)
-                    sums = products._run(x, weight, None, sums=True, plan=plan)
-                    check(sums.sum(0).to(dtype), x, values)
+            for columns, splits, few in product_of((False, True), (1, 4), (False, True)):
+                plan = wide_plan(tokens, columns, splits)
+                if few:  # stages of x: as few as there may be
+                    least = plan.warps // 4 * 2 if columns else 4 if tokens <= 64 else 2
+                    plan = replace(plan, stages=least)
+                sums = products._run(x, weight, None, sums=True, plan=plan)
+                check(sums.sum(0).to(dtype), x, values)
 
 
 @pytest.mark.gpu
@@ -108,8 +115,8 @@ def test_blocks_of_many_tokens_beside_a_busy_stream(tokens, hopper):
     x = torch.randn(tokens, 4096, dtype=BF16, device=hopper)
     weight = products._operands(x[:1], *operands)
     larger_than_the_cache, stream = torch.empty(1 << 28, dtype=torch.uint8, device=hopper), torch.cuda.Stream()
-    for columns in (2, 3):
-        plan = PackedCudaPlan(1, 4 * (columns + 1), 1, 4, 4)
+    for columns in (False, True):
+        plan = wide_plan(tokens, columns)
         first = products._run(x, weight, None, sums=True, plan=plan)
         check(first.sum(0).to(BF16), x, values)
         with torch.cuda.stream(stream):
@@ -240,15 +247,24 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
 def test_plans_of_many_tokens():
     """Large weights have a plan if its blocks keep most multiprocessors busy; they have room in shared memory."""
     header = (Path(library.FOLDER) / "packed.cuh").read_text()
-    assert f"WIDE_STAGES = {WIDE_STAGES};" in header and f"WIDE_TOKENS = {WIDE_TOKENS};" in header
-    most_warps = int(re.search(r"WIDE_THREADS = (\d+);", header)[1]) // 32
-    for rows, groups, sums, splits in ((24576, 32, False, 1), (4096, 96, True, 6), (151936, 32, False, 1)):
-        plan = plan_wide(rows, groups, 32, 132, sums)
-        assert plan.splits == splits and plan.fragments == 4
-        assert plan.warps == 4 * plan.row_warps + 4 <= most_warps
-        for tokens in (17, 64, WIDE_TOKENS):
-            assert wide_shared_bytes(plan_wide(rows, groups, tokens, 132, sums), tokens) <= 227 * 1024
-    for rows, groups, sums in ((6144, 32, False), (4096, 32, True), (13440, 32, False), (4096, 96, False)):
+    few, many = wide_ring(3), wide_ring(6)
+    assert f"WIDE_RING = GROUPS > 3 ? {many} : {few};" in header and f"WIDE_TOKENS = {WIDE_TOKENS};" in header
+    assert [wide_width(tokens) for tokens in (1, 32, 33, 64, 65, 128)] == [32, 32, 64, 64, 128, 128]
+    for rows, groups, sums, splits, columns in (
+        (24576, 32, False, (1, 1, 1), False),
+        (151936, 32, False, (1, 1, 1), False),
+        (6144, 32, False, (1, 1, 1), True),
+        (4096, 32, True, (4, 4, 6), False),
+        (4096, 96, True, (6, 6, 6), False),
+    ):
+        plans = [plan_wide(rows, groups, tokens, 132, sums) for tokens in (17, 64, WIDE_TOKENS)]
+        assert tuple(plan.splits for plan in plans) == splits
+        for tokens, plan in zip((17, 64, WIDE_TOKENS), plans, strict=True):
+            assert plan == wide_plan(tokens, columns, plan.splits) and plan.fragments == 4
+            assert wide_shared_bytes(plan, tokens) <= 227 * 1024
+            sharing = plan.warps // 4 // plan.row_warps  # groups of warps that share columns
+            assert not plan.stages % sharing and plan.stages >= (2 if columns or tokens > 64 else 4) * sharing
+    for rows, groups, sums in ((2048, 96, False), (4096, 32, False), (13440, 32, False), (4096, 16, True)):
         assert plan_wide(rows, groups, 32, 132, sums) is None
 
 

@@ -36,8 +36,8 @@ struct Product {
   uint32_t d, m, sc, mn;  // where the planes of a row begin, in bytes
   int32_t tokens, rows;
   int32_t steps, split_steps;  // of a row and of a split; a step is 128 columns of 4-bit weights, 64 of 8-bit ones
-  int32_t phase_turns;         // turns for which x is in shared memory; in a turn every warp takes a step. wide: stages of x
-                               // boxes: stages of weights
+  int32_t phase_turns;         // turns for which x is in shared memory; in a turn every warp takes a step. wide: steps of x
+                               // that have room in shared memory; boxes: stages of weights
   int32_t row_warps;           // warps (wide: warpgroups) of a block that have rows of their own; the others share columns
                                // boxes: blocks
   int32_t step_shift;          // groups have 2^step_shift steps
@@ -57,14 +57,19 @@ constexpr int MAX_TOKENS = 16;
 constexpr int RING_STAGES = 6;  // ring: steps of a warp whose weights are on their way
 constexpr int RING_WARPS = 12;  // ring: of a block, at most
 constexpr int WIDE_TOKENS = 128;
-constexpr int WIDE_STAGES = 6;  // wide: steps of a warp whose weights are on their way
-constexpr int WIDE_THREADS = 512;
+// wide: steps of a warp whose weights are on their way, in a block of so many warpgroups
+template <int GROUPS>
+constexpr int WIDE_RING = GROUPS > 3 ? 5 : 6;
+// Tokens that x has in its order, a power of two.
+constexpr int wide_width(int tokens) { return tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128; }
 constexpr int BOX_WARPS = 16;  // boxes: of a block
 
 // Enqueue the product for x of type `x` and scales of type `scale`. The sources hold one storage each.
 cudaError_t int4_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
-cudaError_t wide_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);       // int4, on Hopper
-cudaError_t wide_zero_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);  // int4_zero, on Hopper
+// int4 and int4_zero, on Hopper, for x as `order_x` leaves it: [columns / 128][16][wide_width(tokens)][8]
+cudaError_t order_x(const Product&, void* ordered, cudaStream_t);
+cudaError_t wide_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);
+cudaError_t wide_zero_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);
 cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
 cudaError_t planes_product(const Product&, const Launch&, Storage, cudaStream_t);  // x: bfloat16
 cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16

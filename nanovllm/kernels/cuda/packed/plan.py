@@ -15,11 +15,7 @@ _RING_SHARED_BYTES = 113 * 1024
 """Of a block of that kernel, at most, with up to 8 warps and 8 tokens: two have room. Others have twice as much."""
 WIDE_TOKENS = 128
 """Of the kernel of wide.cuh, at most."""
-WIDE_STAGES = 6
-"""Steps of a warp whose weights are on their way in that kernel; as in packed.cuh."""
-_WIDE_ROWS = 192
-"""Of a block there."""
-_WIDE_GROUPS = 1 << 18
+_WIDE_GROUPS = 1 << 17
 """Groups of 128 columns that a weight has at least for that kernel."""
 BOX_FRAGMENTS = 8
 """What `PackedCudaPlan.fragments` is for the kernel of box.cuh."""
@@ -57,7 +53,7 @@ class PackedCudaPlan:
     is the number of blocks, which have rows of their own.
     """
     warps: int
-    """Of a block: `row_warps` times those that share the columns of a row. In wide.cuh four more copy x."""
+    """Of a block: `row_warps` times those that share the columns of a row. In wide.cuh one more copies x."""
     splits: int
     """Blocks that share the columns of the same rows. More than one leave sums, which another kernel adds."""
     fragments: int = 0
@@ -65,8 +61,9 @@ class PackedCudaPlan:
     kernel of product.cuh. 8: that of box.cuh.
     """
     stages: int = 0
-    """Of the kernel of wide.cuh: tiles of x that have room in shared memory, of 256 columns each with up to 64 tokens,
-    else of 128: more than there are groups of warps that share columns. Of the kernel of box.cuh: tiles of weights.
+    """Of the kernel of wide.cuh: tiles of x, of 128 columns, that have room in shared memory: at least two, four where
+    two pass at once, for each group of warps that share columns; a multiple. Of the kernel of box.cuh: tiles of
+    weights.
     """
 
 
@@ -136,26 +133,52 @@ def _plan_wide_ring(rows: int, groups: int, multiprocessors: int, sums: bool) ->
     return None
 
 
+def wide_ring(groups: int) -> int:
+    """Steps of a warp whose weights are on their way in the kernel of wide.cuh, in a block of so many groups of four
+    warps that multiply; as in packed.cuh.
+    """
+    return 5 if groups > 3 else 6
+
+
+def wide_width(tokens: int) -> int:
+    """For how many tokens that kernel has x in its order; as in packed.cuh."""
+    return max(32, 1 << (tokens - 1).bit_length())
+
+
+def wide_plan(tokens: int, columns: bool, splits: int = 1) -> PackedCudaPlan:
+    """A plan of that kernel. columns: the groups of four warps of a block share the columns of 64 rows; else three have
+    64 rows each.
+    """
+    width = wide_width(tokens)
+    if columns:
+        groups, stages = {32: (6, 12), 64: (3, 9), 128: (2, 4)}[width]
+        return PackedCudaPlan(1, 4 * groups + 1, splits, 4, stages)
+    return PackedCudaPlan(3, 13, splits, 4, 8 if width <= 64 else 2)
+
+
 def plan_wide(rows: int, groups: int, tokens: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
     """For int4 and 17 to 128 tokens, where the kernel of wide.cuh was faster on an H200 than Triton's for the shapes of
-    Qwen3-8B (docs/log/kernels.md): large weights, of which blocks of 192 rows keep the multiprocessors busy. None
-    elsewhere.
+    Qwen3-8B (docs/log/kernels.md): weights of which blocks of 192 rows keep the multiprocessors busy, or all blocks of
+    64 rows at the same time. None elsewhere.
     """
-    blocks = -(-rows // _WIDE_ROWS)
-    splits = max(1, min(multiprocessors // blocks, groups // _LEAST_STEPS)) if sums else 1
-    waves = -(-blocks * splits // multiprocessors)
-    if rows * groups < _WIDE_GROUPS or 4 * blocks * splits < 3 * waves * multiprocessors:
+    if rows * groups < _WIDE_GROUPS:
         return None
-    return PackedCudaPlan(3, 16, splits, 4, 4 if tokens <= 64 else 3)
+    blocks, small_blocks = -(-rows // 192), -(-rows // 64)
+    if sums:
+        least = 2 * _LEAST_STEPS if tokens <= 64 else _LEAST_STEPS
+        splits = max(1, min(multiprocessors // blocks, groups // least))
+        waves = -(-blocks * splits // multiprocessors)
+        return wide_plan(tokens, False, splits) if 3 * blocks * splits >= 2 * waves * multiprocessors else None
+    if 4 * blocks >= 3 * multiprocessors * -(-blocks // multiprocessors):
+        return wide_plan(tokens, False)
+    return wide_plan(tokens, True) if 2 * multiprocessors <= 3 * small_blocks <= 3 * multiprocessors else None
 
 
 def wide_shared_bytes(plan: PackedCudaPlan, tokens: int) -> int:
     """Of a block of the kernel of wide.cuh: the weights on their way, x, and barriers; at the end sums."""
-    groups = plan.warps // 4 - 1
-    width = max(32, 1 << (tokens - 1).bit_length())
-    x = width * 256 * (2 if width <= 64 else 1)
+    groups, width = plan.warps // 4, wide_width(tokens)
     sums = (groups - plan.row_warps) * 64 * width * 4
-    return max(groups * WIDE_STAGES * 4096 + plan.stages * (x + 16), sums)
+    return max(groups * wide_ring(groups) * 4096 + plan.stages * (width * 256 + 16), sums)
 
 
 def box_tiles(rows: int, gated: bool) -> int:

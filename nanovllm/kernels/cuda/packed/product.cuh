@@ -451,24 +451,31 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
   store_results<T>(p, acc, [&](int f, int h) { return row[f][h]; });
 }
 
-// rows: of a block.
-inline cudaError_t enqueue(void (*kernel)(Product), int rows, const Product& p, const Launch& how, cudaStream_t stream) {
-  if (how.shared_bytes > 48 * 1024) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
+// Enqueue a kernel that may begin before the one in front has ended.
+template <typename... Arguments>
+cudaError_t enqueue_dependent(void (*kernel)(Arguments...), dim3 blocks, int threads, int shared_bytes, cudaStream_t stream,
+                              Arguments... arguments) {
+  if (shared_bytes > 48 * 1024) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3((p.rows + rows - 1) / rows, how.splits, 1);
-  config.blockDim = dim3(32 * how.warps);
-  config.dynamicSmemBytes = how.shared_bytes;
+  config.gridDim = blocks;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// rows: of a block.
+inline cudaError_t enqueue(void (*kernel)(Product), int rows, const Product& p, const Launch& how, cudaStream_t stream) {
+  const dim3 blocks((p.rows + rows - 1) / rows, how.splits, 1);
+  return enqueue_dependent<Product>(kernel, blocks, 32 * how.warps, how.shared_bytes, stream, p);
 }
 
 template <typename T, typename SCALE, Storage STORAGE, int NT>
