@@ -13,6 +13,7 @@ from nanovllm.kernels.cuda.packed import library, products
 from nanovllm.kernels.cuda.packed.plan import (
     MAX_TOKENS,
     RING_STAGES,
+    WIDE_STAGES,
     WIDE_TOKENS,
     PackedCudaPlan,
     ScalePlane,
@@ -22,7 +23,6 @@ from nanovllm.kernels.cuda.packed.plan import (
     plan_wide,
     turns_of_a_phase,
     wide_plan,
-    wide_ring,
     wide_shared_bytes,
     wide_width,
 )
@@ -43,6 +43,12 @@ BF16 = torch.bfloat16
 
 
 SUPPORT = library.packed_support
+
+
+def least_stages(plan, tokens):
+    """Of the kernel of wide.cuh: two for each group of warps that share columns, four where steps may be pairs."""
+    pairs = tokens <= (64 if plan.row_warps == 3 else 32)
+    return plan.warps // 4 // plan.row_warps * (4 if pairs else 2)
 
 
 def product(x, operands, bias=None):
@@ -101,8 +107,7 @@ def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
             for columns, splits, few in product_of((False, True), (1, 4), (False, True)):
                 plan = wide_plan(tokens, columns, splits)
                 if few:  # stages of x: as few as there may be
-                    least = plan.warps // 4 * 2 if columns else 4 if tokens <= 64 else 2
-                    plan = replace(plan, stages=least)
+                    plan = replace(plan, stages=least_stages(plan, tokens))
                 sums = products._run(x, weight, None, sums=True, plan=plan)
                 check(sums.sum(0).to(dtype), x, values)
 
@@ -247,8 +252,7 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
 def test_plans_of_many_tokens():
     """Large weights have a plan if its blocks keep most multiprocessors busy; they have room in shared memory."""
     header = (Path(library.FOLDER) / "packed.cuh").read_text()
-    few, many = wide_ring(3), wide_ring(6)
-    assert f"WIDE_RING = GROUPS > 3 ? {many} : {few};" in header and f"WIDE_TOKENS = {WIDE_TOKENS};" in header
+    assert f"WIDE_STAGES = {WIDE_STAGES};" in header and f"WIDE_TOKENS = {WIDE_TOKENS};" in header
     assert [wide_width(tokens) for tokens in (1, 32, 33, 64, 65, 128)] == [32, 32, 64, 64, 128, 128]
     for rows, groups, sums, splits, columns in (
         (24576, 32, False, (1, 1, 1), False),
@@ -262,8 +266,7 @@ def test_plans_of_many_tokens():
         for tokens, plan in zip((17, 64, WIDE_TOKENS), plans, strict=True):
             assert plan == wide_plan(tokens, columns, plan.splits) and plan.fragments == 4
             assert wide_shared_bytes(plan, tokens) <= 227 * 1024
-            sharing = plan.warps // 4 // plan.row_warps  # groups of warps that share columns
-            assert not plan.stages % sharing and plan.stages >= (2 if columns or tokens > 64 else 4) * sharing
+            assert plan.stages >= least_stages(plan, tokens) and not plan.stages % (plan.warps // 4 // plan.row_warps)
     for rows, groups, sums in ((2048, 96, False), (4096, 32, False), (13440, 32, False), (4096, 16, True)):
         assert plan_wide(rows, groups, 32, 132, sums) is None
 

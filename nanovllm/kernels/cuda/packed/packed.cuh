@@ -57,9 +57,7 @@ constexpr int MAX_TOKENS = 16;
 constexpr int RING_STAGES = 6;  // ring: steps of a warp whose weights are on their way
 constexpr int RING_WARPS = 12;  // ring: of a block, at most
 constexpr int WIDE_TOKENS = 128;
-// wide: steps of a warp whose weights are on their way, in a block of so many warpgroups
-template <int GROUPS>
-constexpr int WIDE_RING = GROUPS > 3 ? 5 : 6;
+constexpr int WIDE_STAGES = 6;  // wide: steps of a warp whose weights are on their way
 // Tokens that x has in its order, a power of two.
 constexpr int wide_width(int tokens) { return tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128; }
 constexpr int BOX_WARPS = 16;  // boxes: of a block

@@ -15,6 +15,8 @@ _RING_SHARED_BYTES = 113 * 1024
 """Of a block of that kernel, at most, with up to 8 warps and 8 tokens: two have room. Others have twice as much."""
 WIDE_TOKENS = 128
 """Of the kernel of wide.cuh, at most."""
+WIDE_STAGES = 6
+"""Steps of a warp whose weights are on their way in that kernel; as in packed.cuh."""
 _WIDE_GROUPS = 1 << 17
 """Groups of 128 columns that a weight has at least for that kernel."""
 BOX_FRAGMENTS = 8
@@ -133,13 +135,6 @@ def _plan_wide_ring(rows: int, groups: int, multiprocessors: int, sums: bool) ->
     return None
 
 
-def wide_ring(groups: int) -> int:
-    """Steps of a warp whose weights are on their way in the kernel of wide.cuh, in a block of so many groups of four
-    warps that multiply; as in packed.cuh.
-    """
-    return 5 if groups > 3 else 6
-
-
 def wide_width(tokens: int) -> int:
     """For how many tokens that kernel has x in its order; as in packed.cuh."""
     return max(32, 1 << (tokens - 1).bit_length())
@@ -151,7 +146,7 @@ def wide_plan(tokens: int, columns: bool, splits: int = 1) -> PackedCudaPlan:
     """
     width = wide_width(tokens)
     if columns:
-        groups, stages = {32: (6, 12), 64: (3, 9), 128: (2, 4)}[width]
+        groups, stages = {32: (3, 12), 64: (3, 9), 128: (2, 4)}[width]
         return PackedCudaPlan(1, 4 * groups + 1, splits, 4, stages)
     return PackedCudaPlan(3, 13, splits, 4, 8 if width <= 64 else 2)
 
@@ -178,7 +173,7 @@ def wide_shared_bytes(plan: PackedCudaPlan, tokens: int) -> int:
     """Of a block of the kernel of wide.cuh: the weights on their way, x, and barriers; at the end sums."""
     groups, width = plan.warps // 4, wide_width(tokens)
     sums = (groups - plan.row_warps) * 64 * width * 4
-    return max(groups * wide_ring(groups) * 4096 + plan.stages * (width * 256 + 16), sums)
+    return max(groups * WIDE_STAGES * 4096 + plan.stages * (width * 256 + 16), sums)
 
 
 def box_tiles(rows: int, gated: bool) -> int:

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid
   constexpr bool FAST = Half<T>::bf16 && !ZERO;  // one fma scales a pair, else it is made an exact integer first
   static_assert(FAST || !PAIRS);
   constexpr int STEPS = PAIRS ? 2 : 1;  // of a unit, which is what passes through a stage at once
-  constexpr int RING = WIDE_RING<GROUPS> / STEPS, ROW_GROUPS = GROUPS / COLUMNS;
+  constexpr int RING = WIDE_STAGES / STEPS, ROW_GROUPS = GROUPS / COLUMNS;
   constexpr uint32_t STEP_BYTES = N * 256, STAGE_BYTES = STEPS * STEP_BYTES, SLOT_BYTES = STEPS * 1024;
   extern __shared__ __align__(128) uint8_t shared[];
 
@@ -294,20 +294,23 @@ inline bool has_pairs(const Product& p) {
 // COLUMNS: warpgroups that share the columns of 64 rows, where the plan has no three with rows of their own.
 template <typename T, typename SCALE, bool ZERO, int N, int COLUMNS>
 cudaError_t wide_launch(const Product& p, const Launch& how, cudaStream_t stream) {
+  constexpr bool MAY_PAIR = Half<T>::bf16 && !ZERO;
+  const bool pairs = MAY_PAIR && has_pairs(p);
   if (p.row_warps == 1 && how.warps == COLUMNS * 4 + 1) {
-    return enqueue(wide_kernel<T, SCALE, ZERO, N, COLUMNS, COLUMNS, false>, 64, p, how, stream);
+    const auto kernel = N == 32 && pairs ? wide_kernel<T, SCALE, ZERO, N, COLUMNS, COLUMNS, MAY_PAIR && N == 32>
+                                         : wide_kernel<T, SCALE, ZERO, N, COLUMNS, COLUMNS, false>;
+    return enqueue(kernel, 64, p, how, stream);
   }
   if (p.row_warps != 3 || how.warps != 13) return cudaErrorInvalidValue;
-  if constexpr (Half<T>::bf16 && !ZERO && N <= 64) {
-    if (has_pairs(p)) return enqueue(wide_kernel<T, SCALE, ZERO, N, 3, 1, true>, 192, p, how, stream);
-  }
-  return enqueue(wide_kernel<T, SCALE, ZERO, N, 3, 1, false>, 192, p, how, stream);
+  const auto kernel = N <= 64 && pairs ? wide_kernel<T, SCALE, ZERO, N, 3, 1, MAY_PAIR && N <= 64>
+                                       : wide_kernel<T, SCALE, ZERO, N, 3, 1, false>;
+  return enqueue(kernel, 192, p, how, stream);
 }
 
 template <typename T, typename SCALE, bool ZERO>
 cudaError_t with_width(const Product& p, const Launch& how, cudaStream_t stream) {
   const int width = wide_width(p.tokens);
-  return (width == 32   ? wide_launch<T, SCALE, ZERO, 32, 6>
+  return (width == 32   ? wide_launch<T, SCALE, ZERO, 32, 3>
           : width == 64 ? wide_launch<T, SCALE, ZERO, 64, 3>
                         : wide_launch<T, SCALE, ZERO, 128, 2>)(p, how, stream);
 }
