@@ -111,6 +111,8 @@ class _Buffers:
             self._host.append(_Buffer(words, numbers.numpy(), masks.numpy(), torch.cuda.Event() if on_gpu else None))
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._views: dict[int, TokenMasks] = {}
+        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        """By buffer and number of masks: what is copied from the host, and where."""
 
     def _split(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(row numbers, masks)"""
@@ -127,8 +129,12 @@ class _Buffers:
 
     def send(self, buffer: _Buffer, count: int) -> TokenMasks:
         """Launch the copy of the first `count` masks. What it returns is the same for each step with so many."""
-        size = 2 * self._max_rows + count * self.num_words
-        self._device[:size].copy_(buffer.words[:size], non_blocking=True)
+        key = id(buffer), count
+        if key not in self._copies:
+            size = 2 * self._max_rows + count * self.num_words
+            self._copies[key] = buffer.words[:size], self._device[:size]
+        on_host, on_device = self._copies[key]
+        on_device.copy_(on_host, non_blocking=True)
         if buffer.copied is not None:
             buffer.copied.record()
         if count not in self._views:
@@ -211,8 +217,7 @@ class MaskBuilder:
         if self._filling is not None:
             self._filling.settle()  # a step that was given up may still be filling its masks
         job = _Job(rows, self._latest, self._buffers)
-        start = self._filler.start if in_thread else self._filler.filled
-        self._filling = start(job.constraints, job.masks, job.move_on)
+        self._filling = self._filler.start(job.constraints, job.masks, in_thread, job.move_on)
         return StartedMasks(job, self._filling, self.times)
 
 

@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,21 +28,42 @@ _SLOW_STEPS_SECONDS = 0.5
 class Filling:
     """Masks that are being filled."""
 
-    def __init__(self, seconds: float | None, running: Future[float] | None = None) -> None:
-        self._seconds = seconds
-        self._running = running
+    def __init__(self, fill: Callable[[], object]) -> None:
+        self._fill = fill
+        self._seconds = 0.0
+        self._failure: BaseException | None = None
+        self._begun, self._ended = threading.Lock(), threading.Lock()
+        self._begun.acquire()
+        self._ended.acquire()
 
-    def wait(self) -> float:
-        """Return when the masks are there: the seconds that filling them took."""
-        if self._seconds is None:
-            assert self._running is not None
-            self._seconds = self._running.result()
-        return self._seconds
+    def run(self) -> None:
+        """Fill them."""
+        try:
+            # What waits for this needs longer to wake up than `_fill` to begin with what needs no interpreter.
+            self._begun.release()
+            start = time.perf_counter()
+            self._fill()
+            self._seconds = time.perf_counter() - start
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._ended.release()
+
+    def wait_begun(self) -> None:
+        """Return when filling has begun. Once."""
+        self._begun.acquire()
 
     def settle(self) -> None:
         """Return when nothing writes to the masks any more, filled or not."""
-        if self._running is not None and not self._running.done():
-            wait([self._running])
+        with self._ended:
+            pass
+
+    def wait(self) -> float:
+        """Return when the masks are there: the seconds that filling them took. It raises what filling them raised."""
+        self.settle()
+        if self._failure is not None:
+            raise self._failure
+        return self._seconds
 
 
 class MaskFiller:
@@ -68,61 +90,57 @@ class MaskFiller:
         self._steps_timed = 0
         """Steps that are left in which each mask is timed."""
 
-    def filled(
-        self, constraints: Sequence[TokenConstraint], masks: np.ndarray, first: Callable[[], object] | None = None
+    def start(
+        self,
+        constraints: Sequence[TokenConstraint],
+        masks: np.ndarray,
+        beside: bool,
+        first: Callable[[], object] | None = None,
     ) -> Filling:
-        """`fill`, after calling `first`."""
+        """`fill`, after calling `first`, which may move the grammars on.
+
+        beside: in a thread. The caller goes on, and does not touch the constraints until `Filling.wait`. What filling
+            takes of the interpreter comes before `first`: between that and the masks, the caller could have it.
+        """
+        work = self._matchers(constraints)
+        if beside and self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "masks")
+        masks[:] = -1
         if first is not None:
             first()
-        start = time.perf_counter()
-        self.fill(constraints, masks)
-        return Filling(time.perf_counter() - start)
-
-    def start(
-        self, constraints: Sequence[TokenConstraint], masks: np.ndarray, first: Callable[[], object] | None = None
-    ) -> Filling:
-        """As `filled`, in a thread. The caller goes on when `first` has returned or failed, and does not touch the
-        constraints until `Filling.wait`, which raises what failed.
-
-        The thread wakes up while `first` waits for something, and not afterwards.
-        """
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, "masks")
-        started = threading.Lock()
-        started.acquire()
-
-        def run() -> float:
+        if any(constraint.broken for constraint in constraints):
+            work = self._matchers(constraints)
+        # In a thread even one grammar is filled in one call without the interpreter: Python would wait for it.
+        parallel_from = 1 if beside else _PARALLEL_MASKS
+        filling = Filling(partial(self._fill_these, work, constraints, masks, parallel_from))
+        if beside and self._beside is not None:
             try:
-                if first is not None:
-                    first()
-            finally:
-                started.release()
-            start = time.perf_counter()
-            # One call, in which the interpreter is free: this thread would have to wait for it after each mask.
-            self.fill(constraints, masks, parallel_from=1)
-            return time.perf_counter() - start
+                self._beside.submit(filling.run)
+            except RuntimeError:  # the interpreter ends: no thread takes work any more
+                filling.run()
+            # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms. The masks need it no
+            # more.
+            filling.wait_begun()
+        else:
+            filling.run()
+        return filling
 
-        try:
-            running = self._beside.submit(run)
-        except RuntimeError:  # the interpreter ends: no thread takes work any more
-            return self.filled(constraints, masks, first)
-        # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms. The masks need it no more.
-        started.acquire()
-        return Filling(None, running)
+    def fill(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
+        """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32."""
+        self.start(constraints, masks, False).wait()
 
-    def fill(
-        self, constraints: Sequence[TokenConstraint], masks: np.ndarray, parallel_from: int = _PARALLEL_MASKS
-    ) -> None:
-        """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32.
-
-        parallel_from: so many grammars or more are filled in threads.
-        """
+    def _matchers(self, constraints: Sequence[TokenConstraint]) -> list[tuple[Any, int]]:
+        """(matcher, index of its mask) of those that work."""
         working = [i for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
-        working.sort(
-            key=lambda i: constraints[i].group
-        )  # a thread takes neighbours: those of a group would wait for it
-        matchers = [(constraints[i].matcher, i) for i in working]
-        if len(matchers) < parallel_from or not matchers:
+        # A thread takes neighbours: those of a group would wait for it.
+        working.sort(key=lambda i: constraints[i].group)
+        return [(constraints[i].matcher, i) for i in working]
+
+    def _fill_these(
+        self, work: list[tuple[Any, int]], constraints: Sequence[TokenConstraint], masks: np.ndarray, parallel_from: int
+    ) -> None:
+        """work: from `_matchers`. The bits of the masks are 1."""
+        if len(work) < parallel_from or not work:
             _fill(constraints, masks)
             return
         if self._steps_timed:
@@ -133,9 +151,8 @@ class MaskFiller:
             from llguidance import LLExecutor
 
             self._executor = LLExecutor(THREADS)
-        masks[:] = -1
         start = time.perf_counter()
-        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks[0].nbytes, len(masks))
+        self._executor.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks[0].nbytes, len(masks))
         seconds = time.perf_counter() - start
         self._slow_steps.append(seconds if seconds > self._slow_seconds else 0.0)
         if sum(self._slow_steps) > self._slow_steps_seconds:

@@ -67,8 +67,17 @@ def test_tokens_that_cannot_be_read_fail_the_step_that_needs_them():
     builder = MaskBuilder(DEVICE, 4)
     number, seq, position = row(0, [1, 2])
     builder.step_launched(NoTokens(seq))
-    started = builder.begin([ConstrainedRow(number, seq, position + 1)], in_thread=True)
     with pytest.raises(RuntimeError, match="no more fish"):
+        builder.begin([ConstrainedRow(number, seq, position + 1)], in_thread=True)
+    assert allowed(builder.begin([row(1, [3])], in_thread=True).finish()) == {1: {3}}
+
+
+def test_what_fails_in_the_thread_fails_the_step():
+    builder = MaskBuilder(DEVICE, 4)
+    failing = row(0, [1, 2])
+    failing.seq.constraint.fill = lambda mask: 1 / 0
+    started = builder.begin([failing], in_thread=True)
+    with pytest.raises(ZeroDivisionError):
         started.finish()
     assert allowed(builder.begin([row(1, [3])], in_thread=True).finish()) == {1: {3}}
 

@@ -172,16 +172,35 @@ def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds, beside)
         constraint.take((output * 2)[: i % 4])
     masks = np.zeros((count, constraints[0].num_words), np.int32)
     filler = MaskFiller(slow_seconds, slow_steps_seconds=0)
-    fill = filler.start if beside else filler.filled
-    fill(constraints, masks).wait()
+    filler.start(constraints, masks, beside).wait()
     if not slow_seconds:
         masks[:] = 0
-        fill(constraints, masks).wait()  # each is timed, since the first ones were slow
+        filler.start(constraints, masks, beside).wait()  # each is timed, since the first ones were slow
     for mask, constraint in zip(masks, constraints):
         single = np.zeros_like(mask)
         constraint.fill(single)
         assert (single == mask).all()
     assert count == 1 or not (masks[0] == masks[3]).all()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_grammars_that_move_on_before_their_masks(maker, beside):
+    """The masks are ready to be filled by then. One that breaks meanwhile gets the mask that `restrict` writes."""
+    constraints = maker.make(SamplingParams(n=12, structured_outputs={"regex": "[ab]{3}c"}))
+    masks = np.zeros((12, constraints[0].num_words), np.int32)
+    (a,), (x,) = ids("a"), ids("x")
+
+    def first():
+        assert (masks == -1).all()
+        for i, constraint in enumerate(constraints):
+            constraint.take([x] if i == 5 else [a] * (i % 4))
+
+    MaskFiller().start(constraints, masks, beside, first).wait()
+    for i, (mask, constraint) in enumerate(zip(masks, constraints)):
+        constraint.restrict([], mask)
+        found = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())
+        assert found & (ids("abc") | {END}) == ({END} if i == 5 else ids("c") if i % 4 == 3 else ids("ab"))
+        assert constraint.broken == (i == 5)
 
 
 class SlowMatcher:
