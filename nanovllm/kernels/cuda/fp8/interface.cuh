@@ -31,7 +31,7 @@ struct Launch {
 
 constexpr int MAX_TOKENS = 16;
 constexpr int OCTET = 8;        // tokens of an instruction
-constexpr int MAX_WARPS = 16;   // of a block, each with 128 registers a thread
+constexpr int MAX_WARPS = 16;   // of a block, each with up to 128 registers a thread
 constexpr int CHUNK = 256;      // columns that a warp reads at a time
 constexpr int STAGES = 2;       // chunks of a warp that are on their way
 constexpr int BUFFERS = 4;      // tiles whose sums are not added yet

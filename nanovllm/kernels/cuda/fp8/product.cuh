@@ -35,13 +35,15 @@ template <>
 constexpr bool IS_HALF<__half> = true;
 
 // Grid [blocks, splits]. A block has as many warps as divide the columns of a split into TURNS chunks or fewer each. BLOCKS:
-// scales are of 128 columns, else of whole rows.
+// scales are of 128 columns, else of whole rows. ROOM: threads for which a multiprocessor has registers, 128 each for ALL.
+// With LEAN they have 96, so beside a block of MAX_WARPS warps there is room for one of the kernel that adds sums and norms.
 static_assert(CHUNK == 256, "a warp copies two rows of a chunk at once");
 
-template <typename T, bool BLOCKS, int TURNS, int OCTETS>
-__global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_constant__ Product p) {
+constexpr int ALL = 32 * MAX_WARPS, LEAN = 32 * (MAX_WARPS + 4);
+template <typename T, bool BLOCKS, int TURNS, int OCTETS, int ROOM>
+__global__ void __launch_bounds__(ROOM) product_kernel(const __grid_constant__ Product p) {
   static_assert(TURNS * OCTETS <= 2, "x is in registers");
-  constexpr int AT_ONCE = TURNS * OCTETS == 1 ? 4 : 2;      // steps whose weights are in registers at a time
+  constexpr int AT_ONCE = TURNS * OCTETS == 1 && ROOM == ALL ? 4 : 2;  // steps whose weights are in registers at a time
   constexpr int CHAINS = BLOCKS || OCTETS == 2 ? 1 : 2;  // sums of a token
   constexpr int STEPS = CHUNK / 64;      // of 64 columns: 16 bytes of each of the four lanes that share a row
   constexpr int STAGE = 16 * CHUNK;      // bytes
@@ -305,9 +307,10 @@ __global__ void __launch_bounds__(32 * MAX_WARPS) product_kernel(const __grid_co
 template <typename T>
 cudaError_t launch(const Product& p, const Launch& how, bool columns, cudaStream_t stream) {
   void (*const kernel)(Product) =
-      p.tokens > OCTET ? (columns ? product_kernel<T, true, 1, 2> : product_kernel<T, false, 1, 2>)
-      : how.turns == 1 ? (columns ? product_kernel<T, true, 1, 1> : product_kernel<T, false, 1, 1>)
-                       : (columns ? product_kernel<T, true, 2, 1> : product_kernel<T, false, 2, 1>);
+      p.tokens > OCTET ? (columns ? product_kernel<T, true, 1, 2, ALL> : product_kernel<T, false, 1, 2, ALL>)
+      : how.turns == 2 ? (columns ? product_kernel<T, true, 2, 1, ALL> : product_kernel<T, false, 2, 1, ALL>)
+      : p.sums         ? (columns ? product_kernel<T, true, 1, 1, LEAN> : product_kernel<T, false, 1, 1, LEAN>)
+                       : (columns ? product_kernel<T, true, 1, 1, ALL> : product_kernel<T, false, 1, 1, ALL>);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, how.shared_bytes);
   if (error != cudaSuccess) return error;
   cudaLaunchConfig_t config{};

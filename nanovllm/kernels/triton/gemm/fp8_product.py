@@ -42,6 +42,10 @@ class Fp8Plan:
         programs: of a multiprocessor at a time.
         group: rows of tiles that run at the same time, which share operands in the L2 cache.
         splits: programs that share the columns of a tile. A second kernel adds their sums.
+        weight_first: the weight is the first operand of the tensor cores, which takes 64 rows at least; else x is. So
+            a tile may have fewer than 64 tokens.
+        columns: of a stage: of the operands that are in shared memory at a time. Where scales are of BLOCK columns, a
+            stage has as many, and there are as many more stages.
     """
 
     tokens: int = 128
@@ -51,9 +55,11 @@ class Fp8Plan:
     programs: int = 1
     group: int = 16
     splits: int = 1
+    weight_first: bool = False
+    columns: int = BLOCK
 
 
-SOME_TOKENS, MORE_TOKENS, MANY_TOKENS = 64, 128, 256
+FEW_TOKENS, SOME_TOKENS, MORE_TOKENS, MANY_TOKENS = 32, 64, 128, 256
 """Numbers of tokens up to which tiles are smaller than those for prompts."""
 
 
@@ -62,7 +68,7 @@ def padded_tokens(num_tokens: int) -> int:
 
     24576 x 4096 took 34.8 us on an H200 with 32 tokens, and 29.0 with 64, by the same plan (docs/log/kernels.md).
     """
-    multiple = SOME_TOKENS if num_tokens <= MORE_TOKENS else MULTIPLE
+    multiple = FEW_TOKENS if num_tokens <= FEW_TOKENS else SOME_TOKENS if num_tokens <= MORE_TOKENS else MULTIPLE
     return cdiv(num_tokens, multiple) * multiple
 
 
@@ -76,9 +82,12 @@ def plan_fp8_product(num_tokens: int, outputs: int, size: int, multiprocessors: 
     """
     if num_tokens > MANY_TOKENS:
         return Fp8Plan(tokens=64, warps=4, stages=3) if small else Fp8Plan()
+    if num_tokens <= FEW_TOKENS and not small:
+        splits = min(3 * multiprocessors // (2 * cdiv(outputs, 64)), size // BLOCK // LEAST_STEPS)
+        return Fp8Plan(FEW_TOKENS, 64, 4, 3, 3, splits=max(1, splits), weight_first=True, columns=2 * BLOCK)
     tokens, width, stages, programs = (64, 64, 4, 3) if num_tokens <= SOME_TOKENS else (128, 64, 4, 2)
     if small:
-        stages, programs = 3, 1
+        tokens, stages, programs = min(tokens, padded_tokens(num_tokens)), 3, 1
     tiles, steps = cdiv(num_tokens, tokens) * cdiv(outputs, width), size // BLOCK
     usual = max(steps // USUAL_STEPS, min(2 * multiprocessors // tiles, steps // LEAST_STEPS))
     splits = max(1, min(programs * multiprocessors // tiles, usual))
@@ -114,7 +123,9 @@ def output_scales(scale, first, outputs, stride, SCALE_ROWS: tl.constexpr, OUTPU
 def fp8_product_kernel(
     x, weight,  # tensor descriptors: e4m3 [tokens, size], e4m3 [outputs, size]
     weight_words,  # the weight's memory, int16 [outputs, size / 2]
-    out,  # tensor descriptor [num_tokens, outputs]; if SPLITS > 1 a pointer, float32 [SPLITS, num_tokens, outputs]
+    # out: tensor descriptor [num_tokens, outputs]; if WEIGHT_FIRST a pointer; if SPLITS > 1 a pointer to float32
+    # [SPLITS, num_tokens, outputs]
+    out,
     x_scale,  # float32 [columns of scales, tokens], `x_scale_stride` apart
     scale,  # float32 [rows of scales, columns of scales], `scale_stride` apart
     bias,  # [outputs] or None; with SPLITS > 1 the second kernel adds it
@@ -122,9 +133,12 @@ def fp8_product_kernel(
     SCALE_ROWS: tl.constexpr,  # outputs that share a scale
     COLUMNS: tl.constexpr,  # scales are of BLOCK columns, else of all
     TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    WEIGHT_FIRST: tl.constexpr,  # as of `Fp8Plan`
     PDL: tl.constexpr, AHEAD: tl.constexpr,  # tiles of the weight that are fetched before the kernel in front has ended
 ):  # fmt: skip
     """Grid [programs], each with every programs-th part of the output. Elements outside of a tensor are zeros."""
+    # Sums stay in the tensor cores for all columns in the order in which these leave them.
+    TURNED: tl.constexpr = WEIGHT_FIRST and not COLUMNS
     tiles_m = tl.cdiv(num_tokens, TOKENS)
     tiles_n = tl.cdiv(outputs, OUTPUTS)
     steps = tl.cdiv(size, BLOCK)
@@ -143,7 +157,10 @@ def fp8_product_kernel(
         cols = col + tl.arange(0, OUTPUTS)
         first = split * steps // SPLITS
         last = (split + 1) * steps // SPLITS
-        acc = tl.zeros([TOKENS, OUTPUTS], tl.float32)
+        if TURNED:
+            acc = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+        else:
+            acc = tl.zeros([TOKENS, OUTPUTS], tl.float32)
         if COLUMNS:  # scales are loaded a tile ahead
             x_scales = tl.load(x_scale + first.to(tl.int64) * x_scale_stride + rows, rows < num_tokens, other=0.0)
             scales = output_scales(scale + first, col, outputs, scale_stride, SCALE_ROWS, OUTPUTS)
@@ -154,22 +171,30 @@ def fp8_product_kernel(
                     x_scale + tl.cast(ahead, tl.int64) * x_scale_stride + rows, rows < num_tokens, other=0.0
                 )
                 next_scales = output_scales(scale + ahead, col, outputs, scale_stride, SCALE_ROWS, OUTPUTS)
-            part = dot_fp8(x.load([row, step * BLOCK]), weight.load([col, step * BLOCK]).T)
+            if WEIGHT_FIRST:
+                part = dot_fp8(weight.load([col, step * BLOCK]), x.load([row, step * BLOCK]).T)
+            else:
+                part = dot_fp8(x.load([row, step * BLOCK]), weight.load([col, step * BLOCK]).T)
             if COLUMNS:
+                if WEIGHT_FIRST:
+                    part = tl.trans(part)
                 acc += part * (x_scales[:, None] * scales)
                 x_scales = next_x
                 scales = next_scales
             else:
                 acc += part
+        if TURNED:
+            acc = tl.trans(acc)
         if not COLUMNS:
             x_scales = tl.load(x_scale + rows, rows < num_tokens, other=0.0)
             acc *= x_scales[:, None] * output_scales(scale, col, outputs, scale_stride, SCALE_ROWS, OUTPUTS)
-        if SPLITS > 1:
+        if SPLITS == 1 and bias is not None:
+            acc += tl.load(bias + cols, cols < outputs, other=0.0).to(tl.float32)[None, :]
+        if SPLITS > 1 or WEIGHT_FIRST:  # a store through a descriptor would need shared memory of its own
             at = (split * num_tokens + rows).to(tl.int64)[:, None] * outputs + cols[None, :]
-            tl.store(out + at, acc, (rows < num_tokens)[:, None] & (cols < outputs)[None, :])
+            live = (rows < num_tokens)[:, None] & (cols < outputs)[None, :]
+            tl.store(out + at, to_dtype(acc, out.dtype.element_ty), live)
         else:
-            if bias is not None:
-                acc += tl.load(bias + cols, cols < outputs, other=0.0).to(tl.float32)[None, :]
             out.store([row, col], to_dtype(acc, out.dtype))
 
 
@@ -181,7 +206,9 @@ def has_99_kib(device: torch.device) -> bool:
 
 def rounded_tokens(num_tokens: int) -> int:
     """Numbers of tokens that share a plan: how many kernels are compiled does not grow with a batch."""
-    return next((most for most in (SOME_TOKENS, MORE_TOKENS, MANY_TOKENS) if num_tokens <= most), MANY_TOKENS + 1)
+    return next(
+        (most for most in (FEW_TOKENS, SOME_TOKENS, MORE_TOKENS, MANY_TOKENS) if num_tokens <= most), MANY_TOKENS + 1
+    )
 
 
 def splits_pay(num_tokens: int, outputs: int, multiprocessors: int) -> bool:
@@ -199,19 +226,21 @@ def fp8_sums(
     out: torch.Tensor, num_tokens: int, plan: Fp8Plan,
 ) -> None:  # fmt: skip
     """Launch the kernel. out: as of `fp8_product`; with splits float32 [splits, num_tokens, outputs], without bias."""
-    (outputs, size), stages = weight.shape, plan.stages
+    outputs, size = weight.shape
     scale = adjacent(scale)
     columns = scale.shape[1] > 1
+    block = BLOCK if columns else plan.columns
+    stages = plan.stages * (plan.columns // block)
     scale_rows = ALL if scale.shape[0] == 1 else 1 if scale.shape[0] == outputs else BLOCK
     tiles = cdiv(num_tokens, plan.tokens) * cdiv(outputs, plan.outputs) * plan.splits
     pdl = tiles <= plan.programs * num_sms(codes) and has_dependent_launch(codes.device)
     fp8_product_kernel[(min(tiles, plan.programs * num_sms(codes)),)](
-        TensorDescriptor.from_tensor(codes, [plan.tokens, BLOCK]),
-        TensorDescriptor.from_tensor(weight, [plan.outputs, BLOCK]), weight.view(torch.int16),
-        out if plan.splits > 1 else TensorDescriptor.from_tensor(out, [plan.tokens, plan.outputs]),
+        TensorDescriptor.from_tensor(codes, [plan.tokens, block]),
+        TensorDescriptor.from_tensor(weight, [plan.outputs, block]), weight.view(torch.int16),
+        out if plan.splits > 1 or plan.weight_first else TensorDescriptor.from_tensor(out, [plan.tokens, plan.outputs]),
         scales, scale, None if plan.splits > 1 else adjacent(bias), num_tokens, outputs, size, scales.stride(1),
-        scale.stride(0), scale_rows, columns, plan.tokens, plan.outputs, plan.group, BLOCK, plan.splits, pdl,
-        stages - 1, num_warps=plan.warps, num_stages=stages, launch_pdl=pdl,
+        scale.stride(0), scale_rows, columns, plan.tokens, plan.outputs, plan.group, block, plan.splits,
+        plan.weight_first, pdl, stages - 1, num_warps=plan.warps, num_stages=stages, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -222,6 +251,7 @@ def fp8_product(
     """out [num_tokens, outputs] = the product of matrices that stand for codes * scales and weight * scale, plus bias.
 
     Args:
+        out: contiguous.
         codes: float8_e4m3fn [tokens, size], contiguous, with at least num_tokens tokens.
         scales: float32 [tokens, columns of scales], column by column.
         weight, scale: as of the op `linear_fp8`, weight contiguous, with a multiple of 16 columns.

@@ -21,6 +21,7 @@ from tests.kernels.triton.common import DEVICE, randn
 pytestmark = pytest.mark.triton
 FP8 = torch.float8_e4m3fn
 SMALL = Fp8Plan(tokens=32, outputs=64, warps=4, stages=2, programs=1, group=2)
+TURNED = replace(SMALL, weight_first=True, columns=256)
 
 
 def operands(tokens, outputs, size, scale_rows, scale_columns):
@@ -55,10 +56,11 @@ def check(num_tokens, codes, scales, weight, scale, bias, dtype, plan):
         (16, 64, 128, 0, 0),
     ],
 )
-def test_product(num_tokens, outputs, size, scale_rows, scale_columns, poison):
+@pytest.mark.parametrize("plan", [SMALL, TURNED])
+def test_product(num_tokens, outputs, size, scale_rows, scale_columns, plan, poison):
     bias = randn(outputs, dtype=torch.bfloat16, seed=4) if num_tokens % 16 else None
     made = operands(-(-num_tokens // 16) * 16, outputs, size, scale_rows, scale_columns)
-    check(num_tokens, *made, bias, torch.float32, SMALL)
+    check(num_tokens, *made, bias, torch.float32, plan)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -68,10 +70,11 @@ def test_built_in_plan(dtype, poison):
 
 @pytest.mark.parametrize("splits", [2, 3])
 @pytest.mark.parametrize("scale_columns", [0, 128])
-def test_programs_share_the_columns(splits, scale_columns, poison):
+@pytest.mark.parametrize("plan", [SMALL, TURNED])
+def test_programs_share_the_columns(splits, scale_columns, plan, poison):
     bias = randn(288, dtype=torch.bfloat16, seed=4)[::2]
     check(45, *operands(48, 144, 656 if scale_columns == 0 else 640, 128, scale_columns), bias, torch.float32,
-        replace(SMALL, splits=splits))  # fmt: skip
+        replace(plan, splits=splits))  # fmt: skip
 
 
 @pytest.mark.parametrize("small", [False, True])
@@ -80,7 +83,8 @@ def test_built_in_plans_fit_shared_memory_and_keep_multiprocessors_busy(small):
     for tokens in map(rounded_tokens, (17, 33, 100, 200, 5000)):
         for outputs, size in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (128, 128)):
             plan = plan_fp8_product(tokens, outputs, size, 132, small)
-            shared = plan.stages * (plan.tokens + plan.outputs) * 128 + 2 * plan.tokens * plan.outputs
+            stored = 0 if plan.weight_first else 2 * plan.tokens * plan.outputs
+            shared = plan.stages * (plan.tokens + plan.outputs) * plan.columns + stored
             assert plan.programs * (shared + 1024) <= room + 1024
             tiles = -(-tokens // plan.tokens) * -(-outputs // plan.outputs)
             assert plan.splits == 1 or tiles * plan.splits <= 132 * plan.programs

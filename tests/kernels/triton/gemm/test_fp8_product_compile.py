@@ -10,7 +10,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
 from nanovllm.kernels.triton.gemm import fp8_activations
-from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product
+from nanovllm.kernels.triton.gemm.fp8_product import Fp8Plan, fp8_product, plan_fp8_product
 from tests.kernels.triton.compiled import compiled, launches_of, resources, wide
 
 TOKENS, SIZE = 2048, 4096
@@ -20,6 +20,7 @@ FP8 = torch.float8_e4m3fn
 
 DECODING = Fp8Plan(tokens=128, outputs=64, stages=4, programs=2, splits=2)
 FEW = Fp8Plan(tokens=64, outputs=64, warps=4, stages=4, programs=3, splits=4)
+FEWER, WHOLE = (plan_fp8_product(32, outputs, SIZE, 132, False) for outputs in (6144, 24576))
 
 
 def call(outputs, by_block, plan):
@@ -33,6 +34,7 @@ def call(outputs, by_block, plan):
     "capability, by_block, plan",
     [
         (90, True, None), (90, False, None), (90, True, DECODING), (90, False, DECODING), (90, True, FEW),
+        (90, True, FEWER), (90, False, FEWER), (90, False, WHOLE), (100, False, FEWER),
         (100, True, None), (120, True, SMALL),
     ],
 )  # fmt: skip
