@@ -83,8 +83,10 @@ def plan_fp8_product(num_tokens: int, outputs: int, size: int, multiprocessors: 
     if num_tokens > MANY_TOKENS:
         return Fp8Plan(tokens=64, warps=4, stages=3) if small else Fp8Plan()
     if num_tokens <= FEW_TOKENS and not small:
-        splits = min(3 * multiprocessors // (2 * cdiv(outputs, 64)), size // BLOCK // LEAST_STEPS)
-        return Fp8Plan(FEW_TOKENS, 64, 4, 3, 3, splits=max(1, splits), weight_first=True, columns=2 * BLOCK)
+        programs, tiles, steps = 3 * multiprocessors, cdiv(outputs, 64), size // (2 * BLOCK)
+        splits = max(programs // 2 // tiles, min(programs // tiles, steps // USUAL_STEPS))
+        splits = max(1, min(splits, 2 * steps // LEAST_STEPS))
+        return Fp8Plan(FEW_TOKENS, 64, 4, 3, 3, splits=splits, weight_first=True, columns=2 * BLOCK)
     tokens, width, stages, programs = (64, 64, 4, 3) if num_tokens <= SOME_TOKENS else (128, 64, 4, 2)
     if small:
         tokens, stages, programs = min(tokens, padded_tokens(num_tokens)), 3, 1

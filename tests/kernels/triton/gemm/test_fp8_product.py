@@ -86,6 +86,7 @@ def test_built_in_plans_fit_shared_memory_and_keep_multiprocessors_busy(small):
             stored = 0 if plan.weight_first else 2 * plan.tokens * plan.outputs
             shared = plan.stages * (plan.tokens + plan.outputs) * plan.columns + stored
             assert plan.programs * (shared + 1024) <= room + 1024
+            assert plan.weight_first == (tokens <= 32 and not small)
             tiles = -(-tokens // plan.tokens) * -(-outputs // plan.outputs)
             assert plan.splits == 1 or tiles * plan.splits <= 132 * plan.programs
             assert plan.splits <= max(1, size // 128 // 4)

@@ -69,3 +69,21 @@ def test_quantisation_loads_wide_and_rounds_by_an_instruction(size, columns, kin
     ptx = binary.asm["ptx"]
     assert wide(ptx, "ld") and re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)
     assert re.search(r"st\.global\S*\.(v2|v4)\.b32", ptx)
+
+
+@pytest.mark.parametrize("tokens, late", [(32, True), (33, False)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_next_product_starts_after_the_sums_in_front_with_few_tokens(normed, tokens, late, monkeypatch):
+    monkeypatch.setattr(fp8_activations, "can_launch_early", lambda x: True)
+    x = torch.empty(tokens, 256, dtype=torch.bfloat16)
+    weight = torch.nn.Parameter(torch.empty(256, dtype=torch.bfloat16))
+
+    def call():
+        if normed:
+            fp8_activations.normed_and_quantised(x, x, weight, 1e-6, 256)
+        else:
+            fp8_activations.quantised(x, 256)
+
+    ((_, kernel, args, options),) = launches_of([("quantise", call)])
+    ptx = compiled(kernel, args, {"num_warps": options["num_warps"]}, 90).asm["ptx"]
+    assert (ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")) == late
