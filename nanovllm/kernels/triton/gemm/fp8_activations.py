@@ -229,7 +229,7 @@ def _places(
 
     tokens: `padded_tokens`.
     """
-    tokens = padded_tokens(num_tokens)
+    tokens = padded_tokens(num_tokens, columns < size)
     codes = torch.empty((tokens, size), dtype=torch.uint8, device=device)
     scales = torch.empty((cdiv(size, columns), tokens), dtype=torch.float32, device=device).t()
     group = min(BLOCK, next_power_of_2(size))

@@ -63,19 +63,29 @@ FEW_TOKENS, SOME_TOKENS, MORE_TOKENS, MANY_TOKENS = 32, 64, 128, 256
 """Numbers of tokens up to which tiles are smaller than those for prompts."""
 
 
-def padded_tokens(num_tokens: int) -> int:
+def rounded_tokens(num_tokens: int, blocks: bool) -> int:
+    """Numbers of tokens that share a plan: how many kernels are compiled does not grow with a batch.
+
+    Args:
+        blocks: scales are of BLOCK columns, with which the plan for FEW_TOKENS was not timed.
+    """
+    steps = (FEW_TOKENS, SOME_TOKENS, MORE_TOKENS, MANY_TOKENS)[blocks:]
+    return next((most for most in steps if num_tokens <= most), MANY_TOKENS + 1)
+
+
+def padded_tokens(num_tokens: int, blocks: bool) -> int:
     """Tokens that x is padded to. Up to 128 they are whole tiles, since a tile that is partly outside of x is slow.
 
     24576 x 4096 took 34.8 us on an H200 with 32 tokens, and 29.0 with 64, by the same plan (docs/log/kernels.md).
     """
-    multiple = FEW_TOKENS if num_tokens <= FEW_TOKENS else SOME_TOKENS if num_tokens <= MORE_TOKENS else MULTIPLE
+    multiple = min(SOME_TOKENS, rounded_tokens(num_tokens, blocks)) if num_tokens <= MORE_TOKENS else MULTIPLE
     return cdiv(num_tokens, multiple) * multiple
 
 
 @functools.cache
 def plan_fp8_product(num_tokens: int, outputs: int, size: int, multiprocessors: int, small: bool) -> Fp8Plan:
-    """The built-in plan. Up to 128 tokens it is the fastest of a few, on the whole, for Qwen3-8B's shapes on an H200
-    (docs/log/kernels.md). Beyond 256 it was chosen by registers and shared memory.
+    """The built-in plan for `rounded_tokens`. Up to 128 it is the fastest of a few, on the whole, for Qwen3-8B's shapes
+    on an H200 (docs/log/kernels.md). Beyond 256 it was chosen by registers and shared memory.
 
     Args:
         small: a program has at most 99 KiB of shared memory, as of compute capability 12.
@@ -89,7 +99,7 @@ def plan_fp8_product(num_tokens: int, outputs: int, size: int, multiprocessors: 
         return Fp8Plan(FEW_TOKENS, 64, 4, 3, 3, splits=splits, weight_first=True, columns=2 * BLOCK)
     tokens, width, stages, programs = (64, 64, 4, 3) if num_tokens <= SOME_TOKENS else (128, 64, 4, 2)
     if small:
-        tokens, stages, programs = min(tokens, padded_tokens(num_tokens)), 3, 1
+        tokens, stages, programs = min(tokens, num_tokens), 3, 1
     tiles, steps = cdiv(num_tokens, tokens) * cdiv(outputs, width), size // BLOCK
     usual = max(steps // USUAL_STEPS, min(2 * multiprocessors // tiles, steps // LEAST_STEPS))
     splits = max(1, min(programs * multiprocessors // tiles, usual))
@@ -206,13 +216,6 @@ def has_99_kib(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 12
 
 
-def rounded_tokens(num_tokens: int) -> int:
-    """Numbers of tokens that share a plan: how many kernels are compiled does not grow with a batch."""
-    return next(
-        (most for most in (FEW_TOKENS, SOME_TOKENS, MORE_TOKENS, MANY_TOKENS) if num_tokens <= most), MANY_TOKENS + 1
-    )
-
-
 def splits_pay(num_tokens: int, outputs: int, multiprocessors: int) -> bool:
     """Whether this product is faster than the library's, which lets programs share columns too rarely.
 
@@ -259,7 +262,9 @@ def fp8_product(
         weight, scale: as of the op `linear_fp8`, weight contiguous, with a multiple of 16 columns.
         plan: in place of the built-in one.
     """
-    plan = plan or plan_fp8_product(rounded_tokens(len(out)), *weight.shape, num_sms(codes), has_99_kib(codes.device))
+    if plan is None:
+        tokens, small = rounded_tokens(len(out), scale.shape[1] > 1), has_99_kib(codes.device)
+        plan = plan_fp8_product(tokens, *weight.shape, num_sms(codes), small)
     if plan.splits == 1:
         fp8_sums(codes, scales, weight, scale, bias, out, len(out), plan)
         return
