@@ -70,7 +70,7 @@ def _print_summary(models: list[DeviceModel]) -> None:
     print(f"{_PRESETS_NOTE}\n--gpu NAME shows every figure of one GPU, --wide of all.")
 
 
-_PRESETS_NOTE = "Presets: what programs sustain, of the data sheet. An H200's are measured."
+_PRESETS_NOTE = "Presets: the rate that programs reach, of the rate in the data sheet. The H200's are measured."
 
 
 def _print(models: list[DeviceModel]) -> None:

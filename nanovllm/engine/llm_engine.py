@@ -196,6 +196,8 @@ class LLMEngine:
             return []
         except BaseException as error:
             self._abandon_running(error)
+            if isinstance(error, Exception):
+                self.kernels.name_plugins(error)
             raise
 
     def reset_prefix_cache(self) -> bool:

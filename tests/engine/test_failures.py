@@ -14,6 +14,7 @@ import torch
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.frontend.progress import ProgressBar
+from nanovllm.kernels.op.registry import temporary
 from nanovllm.kernels.ops import sample
 from tests import tiny
 from tests.engine import small_engine
@@ -52,6 +53,24 @@ def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, asy
         llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert_clean(llm.engine)
     assert generate(llm, PROMPTS, GREEDY) == expected
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+@pytest.mark.parametrize("plugin", [True, False])
+def test_an_error_after_a_wrong_kernel_of_a_plugin_names_the_kernel(directory, tmp_path, plugin):
+    """The kernel returns nothing, so what fails is a function of the engine."""
+    file = tmp_path / "forgets.py"
+    file.write_text(
+        "from nanovllm.kernels import silu_and_mul\n\n@silu_and_mul.provider('forgets')\ndef f(gate_up):\n    pass\n"
+    )
+    with temporary():
+        llm = make(directory, device="cpu", kernel_plugins=[str(file)] if plugin else ())
+        if not plugin:
+            llm.engine.runner.paged.model = None
+        with pytest.raises((AttributeError, TypeError)) as raised:
+            llm.generate([[1, 2]], GREEDY, use_tqdm=False)
+    notes = "\n".join(getattr(raised.value, "__notes__", ()))
+    assert (f"silu_and_mul by forgets, of {file}. `nanovllm kernels verify" in notes) == plugin == bool(notes)
 
 
 PACKAGE = Path(nanovllm.__file__).parent

@@ -115,6 +115,20 @@ class Kernels:
             for provider, ops in self._groups().items()
         )
 
+    def name_plugins(self, error: Exception) -> None:
+        """Add a line below the error's message if kernels run that do not belong to this package.
+
+        A kernel whose result has a wrong shape or dtype makes another function raise. Before Python 3.11 an error has
+        no place for such a line.
+        """
+        foreign = [f"{op} by {p.name}, of {p.origin}" for op, (p, _) in self._chosen.items() if p.origin is not None]
+        add_note = getattr(error, "add_note", None)
+        if foreign and add_note is not None:
+            add_note(
+                f"This engine runs kernels of yours: {'; '.join(foreign)}. `nanovllm kernels verify OP --kernel-plugin"
+                " FILE` compares their results with the reference."
+            )
+
     def _groups(self) -> dict[str, list[str]]:
         """provider -> its ops, most ops first, but `native` last."""
         groups: dict[str, list[str]] = {}
