@@ -118,9 +118,14 @@ def check_machine_code(source, arch, folder, instructions, load, wait=str.rindex
 
 
 def resources_of_kernels(source, arch, folder):
-    """[(registers of a thread, bytes of stack, bytes spilled)] of every kernel of a file."""
+    """{mangled name: (registers of a thread, bytes of stack, bytes spilled)} of every kernel of a file."""
     said = nvcc("-O3", f"-arch={arch}", "-cubin", "-Xptxas", "-v", "-o", folder / "kernels.cubin", source)
-    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", said)
-    registers = re.findall(r"Used (\d+) registers", said)
-    assert len(stacks) == len(registers) > 0
-    return [(int(r), int(s), int(a) + int(b)) for r, (s, a, b) in zip(registers, stacks, strict=True)]
+    usage = {}
+    for kernel in said.split("Compiling entry function '")[1:]:
+        stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", kernel)
+        registers = re.findall(r"Used (\d+) registers", kernel)
+        assert len(stacks) == len(registers) == 1
+        (stack, stored, loaded), name = stacks[0], kernel[: kernel.index("'")]
+        usage[name] = int(registers[0]), int(stack), int(stored) + int(loaded)
+    assert usage
+    return usage

@@ -181,7 +181,7 @@ def test_what_the_kernel_is_told(gated, sums, monkeypatch):
 @pytest.mark.slow
 def test_the_norms_kernel_has_room_beside_boxes(tmp_path):
     """16 warps of 96 registers a thread leave 64 for each thread of 8 warps."""
-    for registers, stack, spilled in resources_of_kernels(SOURCE, "sm_90a", tmp_path):
+    for registers, stack, spilled in resources_of_kernels(SOURCE, "sm_90a", tmp_path).values():
         assert registers <= 96 and stack == spilled == 0
 
 

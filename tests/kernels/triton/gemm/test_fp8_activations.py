@@ -19,6 +19,8 @@ from nanovllm.kernels.ops import (
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import columns_of_a_scale, quantise_fp8, refused
 from nanovllm.kernels.triton.gemm import fp8_activations
+from nanovllm.kernels.triton.gemm.fp8_product import plan_fp8_product
+from nanovllm.kernels.triton.gemm.packed_plan import has_shared_operands
 from tests.kernels.triton.common import DEVICE, randn, strided
 
 pytestmark = pytest.mark.triton
@@ -208,3 +210,31 @@ def test_sums_of_the_library_are_close(tokens, outputs, size, poison):
     want = (codes.double() * scales.double()) @ dequantise_fp8(weight, scale, torch.float64).T
     error = (got - want) / want.square().mean(0).sqrt()
     assert error.square().mean().sqrt() < 0.005 and error.abs().max() < 0.1
+
+
+# The columns are shared by 2 programs, by 6 and by none; parts of tiles; more tiles than programs run at a time.
+@pytest.mark.gpu
+@pytest.mark.parametrize("outputs, size", [(6144, 4096), (4096, 12288), (24576, 4096), (1040, 592), (25616, 256)])
+def test_products_of_few_tokens_are_close(outputs, size, poison, monkeypatch):
+    """With scales of rows. Sums stay in the tensor cores, as the library's do."""
+    if not has_shared_operands(torch.cuda.get_device_capability()[0]):
+        pytest.skip("the library multiplies here")
+    plans = []
+    monkeypatch.setattr(
+        "nanovllm.kernels.triton.gemm.fp8_product.plan_fp8_product",
+        lambda *shape: plans.append(plan_fp8_product(*shape)) or plans[-1],
+    )
+    weight, scale = weights(outputs, size, 1, 0)
+    values = dequantise_fp8(weight, scale, torch.float64)
+    squares = values.square()
+    for tokens in (17, 31):
+        x = randn(tokens, size, dtype=torch.bfloat16)
+        x *= 2.0 ** (torch.arange(tokens, device=DEVICE) % 5 - 2)[:, None]  # no token has the scale of its neighbour
+        bias = randn(outputs, dtype=torch.bfloat16, seed=3) if tokens == 31 else None
+        got = fp8_activations.linear_fp8_dynamic(x, weight, scale, bias).double()
+        added = 0 if bias is None else bias.double()
+        codes, scales = quantise_fp8(x, size)
+        rounded = codes.double() * scales.double()
+        error = (got - (rounded @ values.T + added)) / (rounded.square() @ squares.T + added**2).sqrt()
+        assert error.square().mean().sqrt() < 0.005 and error.abs().max() < 0.1
+    assert len(plans) == 2 and all(plan.weight_first for plan in plans)
