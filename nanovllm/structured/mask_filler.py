@@ -116,11 +116,19 @@ class MaskFiller:
         if beside and self._beside is not None:
             try:
                 self._beside.submit(filling.run)
-            except RuntimeError:  # the interpreter ends: no thread takes work any more
+            except RuntimeError:
+                # The interpreter ends, or no thread can be started. The executor then has queued the work all the same,
+                # and a later call would fill these masks again.
+                self._beside.shutdown(wait=False, cancel_futures=True)
+                self._beside = None
                 filling.run()
             # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms. The masks need it no
             # more.
-            filling.wait_begun()
+            try:
+                filling.wait_begun()
+            except BaseException:  # an interrupt: the caller does not get the filling, so it could not wait for it
+                filling.settle()
+                raise
         else:
             filling.run()
         return filling

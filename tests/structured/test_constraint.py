@@ -3,16 +3,18 @@
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputs
+from nanovllm.structured import mask_filler
 from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint, _Grammar
 from nanovllm.structured.grammar import plain_error
 from nanovllm.structured.grammar_check import GrammarChecker
-from nanovllm.structured.mask_filler import MaskFiller
+from nanovllm.structured.mask_filler import Filling, MaskFiller
 from nanovllm.structured_outputs import GrammarsBusyError
 from tests import tiny
 
@@ -201,6 +203,50 @@ def test_grammars_that_move_on_before_their_masks(maker, beside):
         found = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())
         assert found & (ids("abc") | {END}) == ({END} if i == 5 else ids("c") if i % 4 == 3 else ids("ab"))
         assert constraint.broken == (i == 5)
+
+
+def test_an_interrupt_leaves_no_masks_that_are_being_filled(maker, monkeypatch):
+    """The caller gets no `Filling` that it could wait for."""
+    constraint, filled = one(maker, allowed_token_ids=[3, 40]), []
+
+    def slowly(mask):
+        time.sleep(0.3)
+        filled.append(True)
+
+    def interrupted(filling):
+        raise KeyboardInterrupt
+
+    constraint.fill = slowly
+    monkeypatch.setattr(Filling, "wait_begun", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        MaskFiller().start([constraint], np.zeros((1, constraint.num_words), np.int32), True)
+    assert filled
+
+
+def test_masks_without_a_thread_are_filled_once(maker, monkeypatch):
+    """An executor that cannot start its thread has queued the work before."""
+    failures, calls = [], []
+
+    class Executor(ThreadPoolExecutor):
+        def submit(self, *args):
+            with pytest.MonkeyPatch.context() as patch:
+                if not failures:
+                    patch.setattr(threading.Thread, "start", no_thread)
+                return super().submit(*args)
+
+    def no_thread(thread):
+        failures.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(mask_filler, "ThreadPoolExecutor", Executor)
+    filler, masks = MaskFiller(), np.zeros((1, one(maker, allowed_token_ids=[3]).num_words), np.int32)
+    for name in ("first", "second"):
+        constraint = one(maker, allowed_token_ids=[3])
+        constraint.fill = lambda mask, name=name: calls.append((name, threading.current_thread()))
+        filler.start([constraint], masks, True).wait()
+    assert [name for name, _ in calls] == ["first", "second"] and len(failures) == 1
+    (_, first), (_, second) = calls
+    assert first is threading.current_thread() is not second, "a thread is tried again"
 
 
 class SlowMatcher:
