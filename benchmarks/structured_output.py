@@ -95,6 +95,8 @@ _ENDS = 4
 """Steps at the beginning and at the end that are not counted: prompts, ends of sequences."""
 _SETTLING = 8
 """The first steps in which all requests get a token: not counted as steady."""
+_FEWEST_STEPS = _SETTLING + 3
+"""Steps in which all requests get a token that a steady rate needs: two ends, and the step in which a request ends."""
 _LEARNING = 20
 """Masks of a new matcher that take longer, since it learns its grammar's states."""
 
@@ -133,9 +135,18 @@ class Stages:
         return noted
 
     def steady_rate(self, num_requests: int) -> float:
-        """Tokens a second while all of so many requests decode: requests of one completion that were given together."""
-        ends = [end for end, grown in self._ends if grown == num_requests][_SETTLING:-1]
-        assert len(ends) > 1, "too few steps in which all requests got a token"
+        """Tokens a second while all of so many requests decode: requests of one completion that were given together.
+
+        Raises:
+            ValueError: there were too few such steps.
+        """
+        ends = [end for end, grown in self._ends if grown == num_requests]
+        if len(ends) < _FEWEST_STEPS:
+            raise ValueError(
+                f"all {num_requests} requests got a token in {len(ends)} steps; the steady rate needs at least "
+                f"{_FEWEST_STEPS} such steps"
+            )
+        ends = ends[_SETTLING:-1]
         return (len(ends) - 1) * num_requests / (ends[-1] - ends[0])
 
     def clear(self) -> None:
@@ -305,6 +316,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.host:
         return print_host(args)
+    if args.tokens < _FEWEST_STEPS:
+        parser.error(f"--tokens {args.tokens}: the steady rate needs at least {_FEWEST_STEPS}")
     with tempfile.TemporaryDirectory() as folder:
         if args.tiktoken is None:
             tokenizer = str(demo_model_path())
@@ -320,7 +333,10 @@ def main() -> None:
         for num_constrained, rates in sides.items():
             stages.clear()
             whole = tokens_per_second(llm, args.requests, num_constrained, args.tokens)
-            rates.append(Rates(whole, stages.steady_rate(args.requests)))
+            try:
+                rates.append(Rates(whole, stages.steady_rate(args.requests)))
+            except ValueError as e:
+                parser.error(f"--tokens {args.tokens}: {e}")
     print(f"{args.model} on {llm.device_name}: {args.requests} requests x {args.tokens} tokens, {args.rounds} rounds")
     print_rates(sides, args.requests)
     found = stages.milliseconds()

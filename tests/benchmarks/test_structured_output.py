@@ -1,11 +1,13 @@
 """What `benchmarks.structured_output` says of the host's time in a step."""
 
 import base64
+import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import structured_output
 from benchmarks.serving import dummy_tokenizer
 from benchmarks.structured_output import (
     SAID,
@@ -63,6 +65,15 @@ def test_the_parts_of_a_step_add_up(tmp_path, beside):
         assert parts == pytest.approx(found["step"].sum(), rel=0.3)  # an end falls into the next step
 
 
+def stand_in(step=None):
+    """An engine whose steps are calls of a function."""
+    runner = SimpleNamespace(
+        execute=None, sampler=SimpleNamespace(masks=SimpleNamespace(times=[])),
+        fast=SimpleNamespace(enabled=SimpleNamespace(fill_beside=True)),
+    )  # fmt: skip
+    return SimpleNamespace(engine=SimpleNamespace(step=step, runner=runner, scheduler=SimpleNamespace(schedule=None)))
+
+
 def test_the_steady_rate_is_that_of_the_steps_with_all_requests(monkeypatch):
     """Four requests: steps of prompts, eight that settle, ten of 2 s, the step in which one ends, and what follows."""
     steps = [(9.0, 0), (5.0, 2), *[(4.0, 4)] * 8, *[(2.0, 4)] * 10, (7.0, 4), (1.0, 3), (1.0, 2)]
@@ -73,16 +84,41 @@ def test_the_steady_rate_is_that_of_the_steps_with_all_requests(monkeypatch):
         now[0] += seconds
         return [None] * grown
 
-    runner = SimpleNamespace(
-        execute=None, sampler=SimpleNamespace(masks=SimpleNamespace(times=[])),
-        fast=SimpleNamespace(enabled=SimpleNamespace(fill_beside=True)),
-    )  # fmt: skip
-    engine = SimpleNamespace(step=step, runner=runner, scheduler=SimpleNamespace(schedule=None))
-    stages = Stages(SimpleNamespace(engine=engine))
+    llm = stand_in(step)
+    stages = Stages(llm)
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for _ in steps:
-        engine.step()
+        llm.engine.step()
     assert stages.steady_rate(4) == 4 / 2.0
+
+
+def test_the_fewest_steps_of_a_steady_rate():
+    llm = stand_in(lambda: [None] * 4)
+    stages = Stages(llm)
+    for _ in range(10):
+        llm.engine.step()
+    with pytest.raises(ValueError, match="all 4 requests got a token in 10 steps; .* at least 11 such steps"):
+        stages.steady_rate(4)
+    llm.engine.step()
+    assert stages.steady_rate(4) > 0
+
+
+@pytest.mark.parametrize(
+    "tokens, said",
+    [
+        (10, "--tokens 10: the steady rate needs at least 11"),  # before a model is made
+        (20, "--tokens 20: all 128 requests got a token in 0 steps; the steady rate needs at least 11 such steps"),
+    ],
+)
+def test_too_few_tokens_for_a_steady_rate(monkeypatch, capsys, tokens, said):
+    made = []
+    monkeypatch.setattr(structured_output, "LLM", lambda *args, **kwargs: made.append(args) or stand_in())
+    monkeypatch.setattr(structured_output, "demo_model_path", lambda: "none")
+    monkeypatch.setattr(structured_output, "tokens_per_second", lambda *args: 1.0)
+    monkeypatch.setattr(sys, "argv", ["structured_output", "--tokens", str(tokens)])
+    with pytest.raises(SystemExit):
+        structured_output.main()
+    assert said in " ".join(capsys.readouterr().err.split()) and len(made) == (tokens > 10)
 
 
 def test_what_both_rates_lose(capsys):
