@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
 
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.token_masks import ConstrainedRow, MaskBuilder
+from nanovllm.engine.token_masks import ConstrainedRow, MaskBuilder, TokenMasks
 from nanovllm.structured.constraint import ConstraintMaker
 from tests.devices import DEVICE
 
@@ -42,6 +43,30 @@ def test_masks_wait_in_buffers_of_their_own(in_thread):
         rows = [row(i, [i, 50 + i]) for i in range(count)]
         assert allowed(builder.begin(rows, in_thread).finish()) == {i: {i, 50 + i} for i in range(count)}
     assert again.bitmask.data_ptr() == there.bitmask.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_masks_on_their_way_are_not_overwritten(in_thread):
+    """The device is behind: it copies the masks of two steps when the host has begun with a third one."""
+    builder = MaskBuilder("cuda", 4)
+    steps = [{3: {1, 2}, 0: {98}}, {1: {4}, 2: {40}}, {2: {7}, 1: {8}}]
+    rows = [[row(i, sorted(tokens)) for i, tokens in step.items()] for step in steps]
+    behind = torch.cuda.Event()
+
+    def on_device(step):
+        return TokenMasks(*(tensor.clone() for tensor in builder.begin(rows[step], in_thread).finish()))
+
+    for step in (0, 1, 2, 0):  # first calls take memory, which may wait for the device
+        on_device(step)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # half a second at 2 GHz
+    behind.record()
+    clones = [on_device(0), on_device(1)]
+    assert not behind.query(), "the device was not behind"
+    third = builder.begin(rows[2], in_thread)
+    assert [allowed(masks) for masks in clones] == steps[:2]
+    assert allowed(third.finish()) == steps[2]
 
 
 def test_what_else_bans_tokens():

@@ -8,9 +8,13 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.engine.fast.cuda_graphs import CudaGraphs, DecodeGraphs
 from nanovllm.engine.fast.policy import FastPolicy, can_capture, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.step_shape import DecodeBuckets, batch_buckets, context_buckets
 from nanovllm.engine.step import StepKind
+from nanovllm.engine.token_masks import MaskBuilder
+from nanovllm.kernels import all_ops
+from tests.engine.test_token_masks import row
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 7, 8, 9, 16, 17, 100, 256, 511, 512, 513, 1000])
@@ -130,3 +134,34 @@ def test_captured_steps_with_piggybacked_prompts_equal_eager_ones():
         outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
         assert kinds.count(StepKind.PIGGYBACKED) > 50
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_graph_applies_the_masks_of_its_step(dtype):
+    """It reads the masks and the rows, which differ from step to step, in the memory that it was captured with."""
+    pytest.importorskip("triton")
+    from nanovllm.kernels.triton.sampling.token_bitmask import apply_token_bitmask
+
+    builder, static = MaskBuilder("cuda", 4), torch.empty(4, 100, dtype=dtype, device="cuda")
+    graphs, launches = DecodeGraphs(CudaGraphs(torch.device("cuda", 0)), DecodeBuckets(4, 64), ()), []
+    steps = [  # the tokens that rows may have, and the launches of a step: a graph is captured after a first call
+        ({0: {1, 2}, 3: {98}}, 2), ({1: {4, 50}, 2: {40}}, 0), ({2: {0, 99}}, 2), ({3: {31, 32}, 0: {5}}, 0),
+        ({1: {63, 64}}, 0),
+    ]  # fmt: skip
+    for step, (tokens, new) in enumerate(steps):
+        logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(step)).to("cuda", dtype)
+        masks = builder.begin([row(i, sorted(some)) for i, some in tokens.items()]).finish()
+        expected = logits.clone()
+        all_ops()["apply_token_bitmask"].native(expected, *masks)
+        static.copy_(logits)
+        launches.clear()
+
+        def launch(masks=masks):
+            launches.append(masks)
+            apply_token_bitmask(static, *masks)
+
+        graphs.constrain(len(tokens), launch)
+        assert len(launches) == new and torch.equal(static, expected)
+        for i, finite in enumerate(static.isfinite().cpu()):
+            assert set(finite.nonzero().flatten().tolist()) == tokens.get(i, set(range(100)))
