@@ -66,21 +66,23 @@ def _add_load(group: Any) -> None:
     group.add_argument("--input-len", help="tokens, or bounds: 100-1024")
     group.add_argument("--output-len", help="tokens, or bounds")
     group.add_argument("--rate", type=float, help="requests a second that arrive at random, for your own load")
-    group.add_argument("--repeat", type=int, default=3, help="timed runs of each workload")
+    group.add_argument("--repeat", type=int, default=3, help="timed runs of each workload (default: 3)")
     group.add_argument(
         "--rounds",
         type=int,
         default=1,
         help="how often each engine is started, by turns; a ratio is a median of theirs",
     )
-    group.add_argument("--temperature", type=float, default=0.6, help="temperature of every request; 0: greedy")
+    group.add_argument(
+        "--temperature", type=float, default=0.6, help="temperature of every request; 0: greedy (default: 0.6)"
+    )
     group.add_argument("--top-p", type=float, default=1.0, help="top-p of every request")
-    group.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed ones")
+    group.add_argument("--warmup", type=int, default=1, help="untimed runs before the timed ones (default: 1)")
     group.add_argument(
         "--limit", type=float, metavar="SECONDS",
         help="seconds after which a row ends, loading not counted; the repeats that are done are shown",
     )  # fmt: skip
-    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--seed", type=int, default=0, help="seed of the prompts and their lengths (default: 0)")
 
 
 def _add_engine(group: Any) -> None:
@@ -95,7 +97,10 @@ def _add_engine(group: Any) -> None:
         "--vllm-plugin", nargs="?", const="1", action="append", metavar="OPS",
         help="measure vLLM again with nanovllm's kernels in it, or with those of these ops; may be repeated",
     )  # fmt: skip
-    group.add_argument("--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None)
+    group.add_argument(
+        "--use-custom-kernels", action=argparse.BooleanOptionalAction, default=None,
+        help="custom kernels, or every op's PyTorch reference (default: custom)",
+    )  # fmt: skip
     group.add_argument("--kernels", help='providers of ops, "rms_norm=triton;silu_and_mul=native"')
     group.add_argument(
         "--cpu-activations", choices=("float32", "int8", "bfloat16"),
@@ -114,18 +119,23 @@ def _add_engine(group: Any) -> None:
     group.add_argument(
         "--tensor-parallel-size", type=int, metavar="N", help="GPUs that share the model; then no profile is made"
     )
-    group.add_argument("--gpu-memory-utilization", type=float)
-    group.add_argument("--max-num-seqs", type=int)
-    group.add_argument("--max-num-batched-tokens", type=int)
+    group.add_argument("--gpu-memory-utilization", type=float, metavar="SHARE", help="share of the GPU's memory to use")
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="most sequences in one step")
+    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="most tokens in one step")
 
 
 def _add_output(group: Any) -> None:
     from nanovllm.json_output import HELP as JSON_HELP
 
-    group.add_argument("--profile", action=argparse.BooleanOptionalAction, default=True)
-    group.add_argument("--profile-dir", type=Path, default=Path("profiles"))
+    group.add_argument(
+        "--profile", action=argparse.BooleanOptionalAction, default=True,
+        help="profile the first workload after the timed runs (the default)",
+    )  # fmt: skip
+    group.add_argument(
+        "--profile-dir", type=Path, default=Path("profiles"), help="the folder of the profile (default: profiles)"
+    )
     group.add_argument("--plots", action="store_true", help="also write the report's figures as PNG files")
-    group.add_argument("--report", type=Path, help="only draw the reports of an earlier profile.json")
+    group.add_argument("--report", type=Path, metavar="FILE", help="only draw the reports of an earlier profile.json")
     group.add_argument("--json", metavar="FILE|-", help=JSON_HELP[0].lower() + JSON_HELP[1:])
     group.add_argument("--wide", action="store_true", help="all columns, however wide the table is")
     group.add_argument("--results", type=Path, default=ROOT / "results", help="where results are kept")

@@ -55,6 +55,9 @@ class LLM:
         answer = METHODS.get(name)
         raise AttributeError(f"LLM.{name}: {answer}" if answer else f"'LLM' object has no attribute {name!r}")
 
+    def __repr__(self) -> str:
+        return f"<LLM {self.engine.config.model!r} on {self.device_name}>"
+
     @property
     def llm_engine(self) -> LLMEngine:
         """As in vLLM: the same as `engine`."""

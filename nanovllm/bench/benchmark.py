@@ -256,7 +256,10 @@ class Benchmark:
                     results.add_shares(row, self.record.rates)
                 changed = _changes(before, rates)
                 if changed:
-                    say(f"measured again: {changed}; what follows uses the larger values, the rows above the first")
+                    say(
+                        f"measured again: {changed}; the rows from here on are compared with the larger values,"
+                        " those above with the first"
+                    )
                 if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
                     say(f"measured on {rates.device}: {further}")
                 return

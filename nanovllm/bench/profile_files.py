@@ -52,6 +52,8 @@ def make_profile(
 
 def draw_again(numbers: Path, folder: Path, plots: bool) -> list[str]:
     """The reports of a profile that was made before, perhaps on a machine without matplotlib."""
+    if not numbers.is_file():
+        raise FileNotFoundError(f"--report {numbers}: there is no such file; pass the profile.json of an earlier run")
     data = json.loads(numbers.read_text())
     folder.mkdir(parents=True, exist_ok=True)
     return write_reports(Profile.from_json(data["profile"]), Record.from_json(data["record"]), folder, plots)

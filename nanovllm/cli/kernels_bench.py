@@ -63,8 +63,9 @@ def bench(
             _measure(declared, candidates, common.dtype_of(dtype), shapes, where, results, table)
     except KeyboardInterrupt:
         # The table would lack ops, or providers that were not reached.
+        left_out = "; --save-table is not written" if save_table else ""
         save_table = None
-        print("stopped early, with what was measured so far; no table is written", file=sys.stderr)
+        print(f"stopped early, with what was measured so far{left_out}", file=sys.stderr)
     else:
         if all(m.timing is None for m in results):
             raise common.nothing_done("timed", [*skipped, *(f"{m.provider}: {m.reason}" for m in results)])

@@ -36,6 +36,11 @@ def test_a_lone_prompt_needs_no_list(llm, reference, prompt):
     assert out["token_ids"] == greedy_text(reference, "hello world")[0]
 
 
+def test_the_repr_says_which_model_runs_where(llm):
+    assert repr(llm) == f"<LLM {llm.engine.config.model!r} on {llm.device_name}>"
+    assert str(llm.engine.runner.device) in repr(llm) or torch.cuda.get_device_name() in repr(llm)
+
+
 def test_no_prompts(llm):
     assert llm.generate([], use_tqdm=False) == [] == llm.generate([])
 
