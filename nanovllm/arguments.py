@@ -24,21 +24,23 @@ def full_dtype(name: str) -> str:
 
 
 def with_option(message: str, options: Mapping[str, str], without_default: Collection[str] = ()) -> str:
-    """A message that begins with "name:" or "name=" of an argument in Python, with the option of the command line.
+    """A message that speaks of arguments in Python, with the options of the command line.
 
-    "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...". Python's None is no value of an option: "or
-    None for X" becomes "leave it out for X" where None is the option's default, and is dropped elsewhere.
+    At the beginning, "max_model_len=0: must be ..." becomes "--max-model-len=0: must be ...". Python's None is no value
+    of an option: "or None for X" becomes "leave it out for X" where None is the option's default, and is dropped
+    elsewhere. Further on, names with an underscore become options: "raise max_model_len" is "raise --max-model-len".
 
     Args:
         options: the name in Python -> the option, such as "--max-model-len".
         without_default: the names in Python whose default is None.
     """
     begin = re.match(r"([a-z]\w*)(?=[:=])", message)
-    if not begin or begin[1] not in options:
-        return message
-    rest, comma, otherwise = message[begin.end() :].partition(", or None ")
-    left_out = f"; leave it out {otherwise}" if comma and begin[1] in without_default else ""
-    return options[begin[1]] + rest + left_out
+    if begin and begin[1] in options:
+        rest, comma, otherwise = message[begin.end() :].partition(", or None ")
+        left_out = f"; leave it out {otherwise}" if comma and begin[1] in without_default else ""
+        message = options[begin[1]] + rest + left_out
+    # Not within quotes or paths.
+    return re.sub(r"(?<![\w./'\"-])[a-z]+(_[a-z]+)+(?![\w/'\"]|\.\w)", lambda m: options.get(m[0], m[0]), message)
 
 
 def name_options(error: Exception, options: Mapping[str, str], without_default: Collection[str] = ()) -> None:
