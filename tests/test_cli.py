@@ -79,6 +79,14 @@ def test_what_is_missing_or_cannot_be_read_names_the_option_the_value_and_what_i
         assert done.returncode == 2 and done.stderr.endswith(f"\nError: {said}\n"), done.stderr
 
 
+def test_an_op_whose_plugin_was_forgotten_is_told_of_the_option():
+    for name, said in [("mine_alone", "unknown op 'mine_alone'; known are"), ("rmsnorm", "did you mean 'rms_norm'?")]:
+        for command in ("why", "list", "verify", "bench", "show"):
+            done = run_here("kernels", command, name)
+            assert done.returncode == 1 and said in done.stderr, done.stderr
+            assert done.stderr.endswith("; an op of yours needs --kernel-plugin FILE\n"), done.stderr
+
+
 def test_errors_of_the_example_name_its_options():
     for option, value, said in [
         ("--max-tokens", "0", "must be at least 1"),

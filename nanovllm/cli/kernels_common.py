@@ -90,7 +90,8 @@ def only(ops: dict[str, Op], name: str) -> Op:
     except TypeError as e:
         if name.endswith(".py"):
             raise ValueError(f"unknown op {name!r}; a file of kernels is named by --kernel-plugin {name}") from None
-        raise ValueError(str(e).replace(" got an unknown argument", "unknown op")) from None
+        message = str(e).replace(" got an unknown argument", "unknown op")
+        raise ValueError(f"{message}; an op of yours needs --kernel-plugin FILE") from None
     return ops[name]
 
 
