@@ -328,8 +328,9 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
     tokenizer = load_tokenizer(source)
     if tokenizer is None and (checkpoint.format != "dummy" or config.tokenizer):
         raise ValueError(
-            f"{source} holds no tokenizer; copy tokenizer.json and tokenizer_config.json into it, or pass a directory that"
-            " has them (LLM(tokenizer=...), nanovllm serve --tokenizer); LLM(skip_tokenizer_init=True) takes token ids"
+            f"{source} holds no tokenizer; copy tokenizer.json and tokenizer_config.json into it, or pass a directory"
+            " that has them (LLM(tokenizer=...), nanovllm serve --tokenizer); LLM(skip_tokenizer_init=True) takes token"
+            " ids"
         )
     return tokenizer
 
