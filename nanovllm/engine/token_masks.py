@@ -19,6 +19,7 @@ import torch
 
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.step_result import StepResult
+from nanovllm.hardware.devices import on_device
 from nanovllm.structured.mask_filler import Filling, MaskFiller
 
 _STEPS_TIMED = 4096
@@ -101,6 +102,7 @@ class _Buffers:
 
     def __init__(self, max_rows: int, num_words: int, device: torch.device) -> None:
         self.num_words = num_words
+        self.device = device
         self._max_rows = max_rows
         on_gpu = device.type == "cuda"
         size = max_rows * (2 + num_words)
@@ -164,7 +166,10 @@ class _Job:
     def move_on(self) -> None:
         """Move the grammars on. It waits for the tokens of the step before, if the host lacks them."""
         start = time.perf_counter()
-        tokens = self._latest.token_ids() if self._index and self._latest is not None else []
+        tokens: list[int] = []
+        if self._index and self._latest is not None:
+            with on_device(self.buffers.device):  # a thread of its own begins with the first GPU
+                tokens = self._latest.token_ids()
         known = time.perf_counter()
         for (_, seq, position), constraint in zip(self._rows, self.constraints):
             assert position <= len(seq.token_ids) + 1
@@ -208,7 +213,8 @@ class MaskBuilder:
     def begin(self, rows: Sequence[ConstrainedRow], in_thread: bool = False) -> StartedMasks:
         """Begin with the masks of some rows. It waits for the tokens of the step before, if the host lacks them.
 
-        in_thread: fill them while the caller goes on. At most one step's masks are being filled.
+        in_thread: a thread waits too, and fills them while the caller goes on. At most one step's masks are being
+            filled.
         """
         if self._buffers is None:
             constraint = rows[0].seq.constraint

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,26 @@ _SLOW_STEPS_SECONDS = 0.5
 
 
 class Filling:
-    """Masks that are being filled."""
+    """Masks that are being filled.
 
-    def __init__(self, fill: Callable[[], object]) -> None:
-        self._fill = fill
+    Args:
+        fill: fills them.
+        first: called before that.
+    """
+
+    def __init__(self, fill: Callable[[], object], first: Callable[[], object] | None = None) -> None:
+        self._fill, self._first = fill, first
         self._seconds = 0.0
         self._failure: BaseException | None = None
+        self._failed_before = False
         self._begun, self._ended = threading.Lock(), threading.Lock()
         self._begun.acquire()
         self._ended.acquire()
 
     def run(self) -> None:
-        """Fill them."""
+        """Call `first` and fill the masks."""
         try:
-            # What waits for this needs longer to wake up than `_fill` to begin with what needs no interpreter.
-            self._begun.release()
+            self._call_first()
             start = time.perf_counter()
             self._fill()
             self._seconds = time.perf_counter() - start
@@ -49,9 +53,21 @@ class Filling:
         finally:
             self._ended.release()
 
+    def _call_first(self) -> None:
+        try:
+            if self._first is not None:
+                self._failed_before = True
+                self._first()
+                self._failed_before = False
+        finally:
+            # What waits for this needs longer to wake up than `_fill` to begin with what needs no interpreter.
+            self._begun.release()
+
     def wait_begun(self) -> None:
-        """Return when filling has begun. Once."""
+        """Return when `first` has returned and filling begins. Once. It raises what `first` raised."""
         self._begun.acquire()
+        if self._failed_before:
+            self.wait()
 
     def settle(self) -> None:
         """Return when nothing writes to the masks any more, filled or not."""
@@ -97,41 +113,45 @@ class MaskFiller:
         beside: bool,
         first: Callable[[], object] | None = None,
     ) -> Filling:
-        """`fill`, after calling `first`, which may move the grammars on.
+        """`fill`, after calling `first`, which may move the grammars on. It raises what `first` raises.
 
-        beside: in a thread. The caller goes on, and does not touch the constraints until `Filling.wait`. What filling
-            takes of the interpreter comes before `first`: between that and the masks, the caller could have it.
+        beside: both in a thread. The caller waits for `first` alone, and does not touch the constraints until
+            `Filling.wait`. The thread is awake when `first` has what it waits for. All that filling takes of the
+            interpreter comes before that: afterwards, the caller could have it.
         """
         work = self._matchers(constraints)
-        if beside and self._beside is None:
-            self._beside = ThreadPoolExecutor(1, "masks")
         masks[:] = -1
-        if first is not None:
-            first()
-        if any(constraint.broken for constraint in constraints):
-            work = self._matchers(constraints)
         # In a thread even one grammar is filled in one call without the interpreter: Python would wait for it.
         parallel_from = 1 if beside else _PARALLEL_MASKS
-        filling = Filling(partial(self._fill_these, work, constraints, masks, parallel_from))
-        if beside and self._beside is not None:
-            try:
-                self._beside.submit(filling.run)
-            except RuntimeError:
-                # The interpreter ends, or no thread can be started. The executor then has queued the work all the same,
-                # and a later call would fill these masks again.
-                self._beside.shutdown(wait=False, cancel_futures=True)
-                self._beside = None
-                filling.run()
-            # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms. The masks need it no
-            # more.
-            try:
-                filling.wait_begun()
-            except BaseException:  # an interrupt: the caller does not get the filling, so it could not wait for it
-                filling.settle()
-                raise
-        else:
+
+        def fill() -> None:
+            broken = any(constraint.broken for constraint in constraints)
+            self._fill_these(self._matchers(constraints) if broken else work, constraints, masks, parallel_from)
+
+        filling = Filling(fill, first)
+        if not beside or not self._submit(filling):
             filling.run()
+        # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms.
+        try:
+            filling.wait_begun()
+        except BaseException:  # maybe an interrupt: the caller does not get the filling, so it could not wait for it
+            filling.settle()
+            raise
         return filling
+
+    def _submit(self, filling: Filling) -> bool:
+        """Run it in the thread; False: there is none."""
+        if self._beside is None:
+            self._beside = ThreadPoolExecutor(1, "masks")
+        try:
+            self._beside.submit(filling.run)
+        except RuntimeError:
+            # The interpreter ends, or no thread can be started. The executor then has queued the work all the same, and
+            # a later call would fill these masks again.
+            self._beside.shutdown(wait=False, cancel_futures=True)
+            self._beside = None
+            return False
+        return True
 
     def fill(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
         """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32."""
