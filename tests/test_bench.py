@@ -176,6 +176,19 @@ def test_a_preset_needs_no_files_and_its_dtype_has_a_measured_limit(tmp_path):
     assert ours["about"]["dtype"] == "bfloat16" and record["rates"]["matmul"]["bfloat16"] > 1e8 and ours["mfu"] > 0
 
 
+def test_a_status_line_says_that_rates_are_measured(run, monkeypatch):
+    shown = []
+
+    class Recorder(benchmark.StatusLine):
+        def show(self, text, timed=False):
+            shown.append((text, timed))
+
+    monkeypatch.setattr(benchmark, "StatusLine", Recorder)
+    assert run(*SMALL)[0] == 0
+    assert ("starting nanovllm ...", True) in shown
+    assert shown[0] == shown[-1] == ("measuring the device's rates ...", True) and len(shown) > 2
+
+
 def test_a_report_that_does_not_exist_is_named_with_its_option(capsys):
     assert bench.main(["--report", "none.json"]) == 2
     assert "bench.py: --report none.json: there is no such file; pass the profile.json" in capsys.readouterr().err
@@ -187,7 +200,7 @@ def test_rates_are_measured_before_and_after_and_the_larger_count(run):
     assert 0 < record["rows"][0]["mbu"] < 1e-6 and "which cannot be" not in out
     (line,) = [line for line in out.splitlines() if line.startswith("measured again")]
     assert "1e+09 GB/s (before 1e-09)" in line and "TFLOP/s" not in line  # 2 % are noise
-    assert line.endswith("the rows from here on are compared with the larger values, those above with the first")
+    assert line.endswith("shares of the limit above are of the first values, those from here on of the larger ones")
 
 
 def test_rates_and_engines_have_processes_of_their_own(run):

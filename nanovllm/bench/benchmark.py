@@ -70,9 +70,11 @@ class Benchmark:
                 for job in self._jobs():
                     # Other prompts each time: the seeds of one round lie beside each other.
                     job = dataclasses.replace(job, seed=job.seed + turn * job.repeat)
+                    self.status.show(f"starting {job.engine} ...", timed=True)
                     measure_rows(self.launch, job, self._take_row, self._take)
             self._measure_rates()
         except KeyboardInterrupt:
+            self.status.clear()
             print(
                 f"\ninterrupted; {'what was measured stands above' if self.record.rows else 'nothing was measured'}",
                 flush=True,
@@ -211,10 +213,14 @@ class Benchmark:
         missing = used - known
         if missing:  # the engine found out what the model is computed in
             job = dataclasses.replace(job, options={**job.options, "dtype": min(missing)})
+        self.status.show("measuring the device's rates ...", timed=True)
         try:
             self.launch(job, self._take)
         except WorkerDied as error:
+            self.status.clear()
             print(f"the device's rates could not be measured: {error}")
+        finally:
+            self.status.clear()
 
     def _take_row(self, row: Row) -> None:
         row.model = self.label
@@ -249,6 +255,7 @@ class Benchmark:
 
     def _take(self, kind: str, content: Any) -> None:
         if kind == "rates":
+            self.status.clear()
             rates, before = Rates(**content), self.record.rates
             if before is not None:  # again, after the engines
                 self.record.rates = best_of(before, rates)
@@ -257,8 +264,8 @@ class Benchmark:
                 changed = _changes(before, rates)
                 if changed:
                     say(
-                        f"measured again: {changed}; the rows from here on are compared with the larger values,"
-                        " those above with the first"
+                        f"measured again: {changed}; shares of the limit above are of the first values, those from here"
+                        " on of the larger ones"
                     )
                 if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
                     say(f"measured on {rates.device}: {further}")
