@@ -159,7 +159,8 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     found = {}
     rate = best_rate(row)
     if row.limit is not None and row.repeats:
-        found["share of the limit"] = row.limit * rate / (row.median("output_rate") or rate)
+        rates = sorted(r.output_rate for r in row.repeats)
+        found["share of the limit"] = row.limit * rate / rates[len(rates) // 2]  # the repeat of which the share is
     for other in rows:
         if other is row or other.error is not None or (other.workload, other.model) != (row.workload, row.model):
             continue

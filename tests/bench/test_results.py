@@ -111,6 +111,15 @@ def test_history_shows_what_changed(tmp_path):
     assert all(len(line) <= 80 for line in runs)
 
 
+def test_the_best_share_of_the_limit_is_that_of_the_best_repeat():
+    of_rounds = row(20.0)
+    of_rounds.repeats = [
+        dataclasses.replace(row(rate).repeats[0], round=number) for rate, number in [(20.0, 0)] * 3 + [(40.0, 1)]
+    ]
+    best = record(row(40.0)).rows[0].limit
+    assert results.ratios(record(of_rounds).rows[0], [])["share of the limit"] == pytest.approx(best)
+
+
 def test_a_check_compares_ratios_not_speeds(tmp_path):
     results.keep(record(row(100.0), row(50.0, variant="native"), row(80.0, engine="vllm", variant="")), tmp_path)
 
