@@ -45,10 +45,10 @@ inline void group_times(const uint8_t* block, int j, const Codes* codes, const R
 // A tile for M tokens: several at once share the decoding of the weights, and as many as registers hold their loads.
 template <typename T, int P, int M>
 inline void tile_times(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-#if defined(__AVX512F__)
-    constexpr int AT_ONCE = P == 1 ? 8 : 4;
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+    constexpr int AT_ONCE = 8;  // one after the other
 #else
-    constexpr int AT_ONCE = 8;
+    constexpr int AT_ONCE = P == 1 ? 8 : 4;
 #endif
     constexpr int AHEAD = 2048;
     const int64_t blocks = blocks_of<T>(w.columns);

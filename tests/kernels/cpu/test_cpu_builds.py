@@ -43,10 +43,11 @@ def test_sanitizers_find_nothing(tmp_path, arch, sanitizer):
 @pytest.mark.slow
 @pytest.mark.skipif(not ON_X86, reason="for x86-64")
 @pytest.mark.parametrize("arch, needs", [
-    ("x86-64", "lm"), ("x86-64-v3", "avx2"), ("alderlake", "avx_vnni"), ("icelake-server", "avx512_vnni"),
+    ("x86-64", "lm"), ("x86-64-v3", "avx2"), ("alderlake", "avx_vnni"), ("skylake-avx512", "avx512vl"),
+    ("icelake-server", "avx512_vnni"),
 ])  # fmt: skip
 def test_every_kind_of_processor_gives_the_same(arch, needs, tmp_path):
-    """Without AVX2, which is the plain C++; with AVX2; with AVX-VNNI; with AVX-512 and without AMX.
+    """Without AVX2, which is the plain C++; with AVX2; with AVX-VNNI; with AVX-512 but no AMX, with VNNI and without.
 
     At -O0, which compiles in a sixth of the time; the library of this processor is tested at -O3.
     """
