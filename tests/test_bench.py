@@ -189,6 +189,33 @@ def test_a_status_line_says_that_rates_are_measured(run, monkeypatch):
     assert shown[0] == shown[-1] == ("measuring the device's rates ...", True) and len(shown) > 2
 
 
+@pytest.mark.parametrize("engines", ["nanovllm", "nanovllm,transformers"])  # without a row, and after one
+def test_an_error_does_not_stand_beside_a_status_line(run, monkeypatch, engines):
+    shown = []
+
+    class Recorder(benchmark.StatusLine):
+        def show(self, text, timed=False):
+            shown.append(text)
+
+        def clear(self):
+            shown.append("")
+
+    def around(launch):
+        def fails(job, emit):
+            if job.task == "measure" and job.engine == engines.split(",")[-1]:
+                raise RuntimeError("out of order")
+            launch(job, emit)
+
+        return fails
+
+    monkeypatch.setattr(benchmark, "StatusLine", Recorder)
+    try:
+        code = run(*SMALL, "--engine", engines, "--dtype", "float32", around=around)[0]
+    except RuntimeError:
+        code = 1
+    assert code == 1 and shown[-1] == "" and f"starting {engines.split(',')[-1]} ..." in shown[-3:]
+
+
 def test_a_report_that_does_not_exist_is_named_with_its_option(capsys):
     assert bench.main(["--report", "none.json"]) == 2
     assert "bench.py: --report none.json: there is no such file; pass the profile.json" in capsys.readouterr().err

@@ -81,6 +81,7 @@ class Benchmark:
             )
             code = INTERRUPTED
         except Exception:
+            self.status.clear()
             if not self.record.rows:
                 raise
             traceback.print_exc()
