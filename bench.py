@@ -71,7 +71,7 @@ def _add_load(group: Any) -> None:
         "--rounds",
         type=int,
         default=1,
-        help="how often each engine is started, by turns; a ratio is a median of theirs",
+        help="how often each engine is started, by turns; a ratio is the median of the rounds' ratios",
     )
     group.add_argument(
         "--temperature", type=float, default=0.6, help="temperature of every request; 0: greedy (default: 0.6)"

@@ -12,9 +12,8 @@ template <int PART>
 void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens& x);  // in products.cpp
 
 void products(Threads& threads, std::initializer_list<Product> all, const Tokens& x) {
-    // Tasks of few tokens are small, so that threads end at the same time. A task reads all tokens. Many of them are more than
-    // a cache holds, so tasks are larger: about eight for each
-    // thread, of four tiles at least.
+    // Tasks of few tokens are small, so that threads end at the same time. A task reads all tokens, and many are more than a
+    // cache holds. Then tasks are larger: about eight for each thread, of four tiles at least.
     int64_t tiles = 0, chunk = 4;
     for (const Product& one : all) tiles += tiles_of(one.weight.rows);
     if (x.count > 8) chunk = std::max<int64_t>(1, (tiles / (8 * threads.count()) + 3) / 4) * 4;
