@@ -70,9 +70,9 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
     trace = merge(windows)
     add_memory_track(trace, memory)
     write_trace(trace, Path(job.trace))
-    fast = engine.llm.engine.runner.fast
-    piggybacks, pads_prompts = fast.piggyback is not None, fast.prefill is not None
-    engine.close()
+    piggybacks = engine.llm.engine.runner.fast.piggyback is not None
+    pads_prompts = engine.llm.engine.runner.fast.prefill is not None
+    engine.close()  # nothing here refers to a part of it any more: the next job in this process has its memory
     return {
         "costs": costs,
         "unprofiled_us": unprofiled,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from nanovllm import LLM
+from nanovllm.bench import profiler
+from nanovllm.bench.engines.nanovllm import NanovllmEngine
 from nanovllm.bench.instrument import Instrument
 from nanovllm.bench.job import Job
 from nanovllm.bench.profile import summarize
@@ -52,6 +55,29 @@ def real(tmp_path_factory):
     return profile_tiny(
         tmp_path_factory.mktemp("profile"), Workload("w", 3, 8, 40), num_kvcache_blocks=16, max_model_len=128
     )
+
+
+def test_nothing_of_an_engine_is_left_when_it_is_closed(tmp_path, monkeypatch):
+    """The next engine in the same process needs its memory."""
+    parts = weakref.WeakSet()
+    left = []
+
+    class Watched(LLM):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            runner = self.engine.runner
+            parts.update((self, self.engine, runner, runner.fast, runner.model))
+
+    class Closed(NanovllmEngine):
+        def close(self):
+            assert len(parts) == 5
+            super().close()
+            left.extend(type(part).__name__ for part in parts)
+            left.append("closed")
+
+    monkeypatch.setattr(profiler, "NanovllmEngine", Closed)
+    profile_tiny(tmp_path, Workload("w", 1, 4, 3), Watched, num_kvcache_blocks=4)
+    assert left == ["closed"]
 
 
 def test_a_real_trace_holds_the_expected_slices(real):
