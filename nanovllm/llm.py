@@ -56,6 +56,8 @@ class LLM:
         raise AttributeError(f"LLM.{name}: {answer}" if answer else f"'LLM' object has no attribute {name!r}")
 
     def __repr__(self) -> str:
+        if "engine" not in vars(self):  # a debugger looks at one whose start failed
+            return "<LLM that was not started>"
         return f"<LLM {self.engine.config.model!r} on {self.device_name}>"
 
     @property
