@@ -39,7 +39,7 @@ def test_a_lone_prompt_needs_no_list(llm, reference, prompt):
 def test_the_repr_says_which_model_runs_where(llm):
     assert repr(llm) == f"<LLM {llm.engine.config.model!r} on {llm.device_name}>"
     assert str(llm.engine.runner.device) in repr(llm) or torch.cuda.get_device_name() in repr(llm)
-    assert repr(LLM.__new__(LLM)) == "<LLM that was not started>"
+    assert repr(type(llm).__new__(type(llm))) == "<LLM that was not started>"
 
 
 def test_no_prompts(llm):
