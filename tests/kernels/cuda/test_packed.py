@@ -287,6 +287,7 @@ def test_plans_of_many_tokens():
         assert tuple(plan.splits for plan in plans) == splits
         for tokens, plan in zip((17, 64, WIDE_TOKENS), plans, strict=True):
             assert plan == wide_plan(tokens, columns, plan.splits) and plan.fragments == 4
+            assert plan.warps % 4 == 1, "one warp copies x"
             assert wide_shared_bytes(plan, tokens) <= 227 * 1024
             assert plan.stages >= least_stages(plan, tokens) and not plan.stages % (plan.warps // 4 // plan.row_warps)
     for rows, groups, sums in ((2048, 96, False), (4096, 32, False), (13440, 32, False), (4096, 16, True)):
