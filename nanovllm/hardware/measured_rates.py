@@ -151,7 +151,7 @@ def _cache_dir() -> Path:
 
 def _measure_cpu(name: str, dtypes: tuple[str, ...]) -> Rates:
     source = torch.ones(64 * _MIB, dtype=torch.float32)  # 256 MiB, more than most last-level caches
-    target = torch.empty_like(source)
+    target = torch.ones_like(source)  # a system may need a second for pages that are touched first
     vector = torch.ones(4096)
     matrix = source.view(-1, 4096)
     # A matrix-vector product is what decoding does; a plain sum is limited by arithmetic on some CPUs.
