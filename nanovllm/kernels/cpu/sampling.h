@@ -46,13 +46,13 @@ inline float exponential_variate(const Filters& row, uint64_t index, uint64_t fi
 }
 
 inline int64_t largest_at(const float* x, int64_t size) {
-    Floats most = broadcast(-INFINITY);
+    NarrowFloats most = broadcast<NarrowFloats>(-INFINITY);
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) most = larger(load<Floats>(x + i), most);
+    for (; i + NARROW <= size; i += NARROW) most = larger(load<NarrowFloats>(x + i), most);
     float top = maximum(most);
     for (int64_t j = i; j < size; j++) top = std::max(top, x[j]);
     int64_t first = 0;
-    while (first + LANES <= size && sum(load<Floats>(x + first) == top) == 0) first += LANES;
+    while (first + NARROW <= size && !lanes_of(load<NarrowFloats>(x + first) == top)) first += NARROW;
     for (int64_t j = first; j < size; j++)
         if (x[j] == top) return j;
     return 0;  // all are NaN
@@ -69,20 +69,22 @@ class RowSampler {
         // Whole vectors: what follows the last column has no weight.
         log_weights_.assign((size + DRAW_BLOCK - 1) / DRAW_BLOCK * DRAW_BLOCK, -INFINITY);
         std::memcpy(log_weights_.data(), logits, size * sizeof(float));
-        for (size_t i = 0; i < log_weights_.size(); i += LANES)
-            store(&log_weights_[i], (load<Floats>(&log_weights_[i]) - best_) / row.temperature);
+        for (size_t i = 0; i < log_weights_.size(); i += NARROW)
+            store(&log_weights_[i], (load<NarrowFloats>(&log_weights_[i]) - best_) / row.temperature);
         if ((row.top_k > 0 && row.top_k < size) || row.top_p < 1) cut(row);
         if (row.min_p > 0)
-            for (size_t i = 0; i < log_weights_.size(); i += LANES) {
-                const Floats x = load<Floats>(&log_weights_[i]);
-                store(&log_weights_[i], exponential(x) < row.min_p ? broadcast(-INFINITY) : x);
+            for (size_t i = 0; i < log_weights_.size(); i += NARROW) {
+                const NarrowFloats x = load<NarrowFloats>(&log_weights_[i]);
+                store(&log_weights_[i], exponential(x) < row.min_p ? broadcast<NarrowFloats>(-INFINITY) : x);
             }
         return draw(row);
     }
 
    private:
     // Weights in units of 2^-40 of the largest: integers, whose sum does not depend on their order.
-    static int64_t weight(float log_weight) { return (int64_t)(exponential(broadcast(log_weight))[0] * 0x1p40f); }
+    static int64_t weight(float log_weight) {
+        return (int64_t)(exponential(broadcast<NarrowFloats>(log_weight))[0] * 0x1p40f);
+    }
 
     // Top-k, then top-p. Tokens are put into buckets by falling weight: only one bucket must be sorted. The first buckets
     // are counted at first, since few columns hold most of the mass. Often that is enough.
@@ -113,33 +115,34 @@ class RowSampler {
         weights_.resize(log_weights_.size());
         constexpr float range = 28.0f;  // beyond, the weight is 0: e^-28 < 2^-40
         int64_t total = 0;
-        for (size_t begin = 0; begin < log_weights_.size(); begin += 1024 * LANES) {
-            Ints upper{}, lower{};  // sums of the upper and lower 20 bits: of 1,024 vectors they fit
-            for (size_t i = begin; i < std::min(begin + 1024 * LANES, log_weights_.size()); i += LANES) {
-                const Floats x = load<Floats>(&log_weights_[i]);
-                const Floats place = x * (-(BUCKETS - 1) / range), last = broadcast(BUCKETS - 1);
-                store(&buckets_[i], __builtin_convertvector(place < last ? place : last, Ints));
-                const Floats weights = exponential(x);
+        for (size_t begin = 0; begin < log_weights_.size(); begin += 1024 * NARROW) {
+            NarrowInts upper{}, lower{};  // sums of the upper and lower 20 bits: of 1,024 vectors they fit
+            for (size_t i = begin; i < std::min(begin + 1024 * NARROW, log_weights_.size()); i += NARROW) {
+                const NarrowFloats x = load<NarrowFloats>(&log_weights_[i]);
+                const NarrowFloats place = x * (-(BUCKETS - 1) / range), last = broadcast<NarrowFloats>(BUCKETS - 1);
+                store(&buckets_[i], __builtin_convertvector(place < last ? place : last, NarrowInts));
+                const NarrowFloats weights = exponential(x);
                 store(&weights_[i], weights);
-                const Ints whole = __builtin_convertvector(weights * 0x1p20f, Ints);
+                const NarrowFloats scaled = weights * 0x1p20f;
+                const NarrowInts whole = __builtin_convertvector(scaled, NarrowInts);
                 upper += whole;
-                lower += __builtin_convertvector((weights * 0x1p20f - to_floats(whole)) * 0x1p20f, Ints);
+                lower += __builtin_convertvector((scaled - __builtin_convertvector(whole, NarrowFloats)) * 0x1p20f, NarrowInts);
             }
             total += ((int64_t)sum_wide(upper) << 20) + sum_wide(lower);
         }
         return total;
     }
 
-    static int64_t sum_wide(const Ints& values) {
+    static int64_t sum_wide(const NarrowInts& values) {
         int64_t total = 0;
-        for (int i = 0; i < LANES; i++) total += values[i];
+        for (int i = 0; i < NARROW; i++) total += values[i];
         return total;
     }
 
     // The columns and their weights in the buckets from `begin` to `end` - 1.
     void count(int begin, int end) {
-        for (size_t i = 0; i < buckets_.size(); i += LANES) {
-            const Ints bucket = load<Ints>(&buckets_[i]);
+        for (size_t i = 0; i < buckets_.size(); i += NARROW) {
+            const NarrowInts bucket = load<NarrowInts>(&buckets_[i]);
             for (uint32_t lanes = lanes_of((bucket >= begin) & (bucket < end)); lanes; lanes &= lanes - 1) {
                 const size_t column = i + __builtin_ctz(lanes);
                 counts_[buckets_[column]]++;
@@ -151,8 +154,8 @@ class RowSampler {
     // The columns of a bucket, by falling weight and rising column.
     const std::vector<int32_t>& members(int bucket) {
         members_.clear();
-        for (int64_t i = 0; i < size_; i += LANES) {
-            for (uint32_t lanes = lanes_of(load<Ints>(&buckets_[i]) == bucket); lanes; lanes &= lanes - 1) {
+        for (int64_t i = 0; i < size_; i += NARROW) {
+            for (uint32_t lanes = lanes_of(load<NarrowInts>(&buckets_[i]) == bucket); lanes; lanes &= lanes - 1) {
                 const int64_t column = i + __builtin_ctz(lanes);
                 if (log_weights_[column] > -INFINITY) members_.push_back((int32_t)column);  // so it is before `size_`
             }
@@ -166,9 +169,9 @@ class RowSampler {
 
     // Drop what comes after the buckets up to `bucket`.
     void drop_after(int bucket) {
-        for (size_t i = 0; i < log_weights_.size(); i += LANES) {
-            const Ints later = load<Ints>(&buckets_[i]) > bucket;
-            store(&log_weights_[i], later ? broadcast(-INFINITY) : load<Floats>(&log_weights_[i]));
+        for (size_t i = 0; i < log_weights_.size(); i += NARROW) {
+            const NarrowInts later = load<NarrowInts>(&buckets_[i]) > bucket;
+            store(&log_weights_[i], later ? broadcast<NarrowFloats>(-INFINITY) : load<NarrowFloats>(&log_weights_[i]));
         }
     }
 
@@ -208,13 +211,13 @@ class RowSampler {
 
     // The sum of a block's exponentials relative to `top`. That neighbours are added first is part of the definition.
     static float sum_in_pairs(const float* x, float top) {
-        Floats v[DRAW_BLOCK / LANES];
-        for (int i = 0; i < DRAW_BLOCK / LANES; i++) v[i] = exponential(load<Floats>(x + i * LANES) - top);
-        for (int n = DRAW_BLOCK / LANES / 2; n > 0; n /= 2)
+        NarrowFloats v[DRAW_BLOCK / NARROW];
+        for (int i = 0; i < DRAW_BLOCK / NARROW; i++) v[i] = exponential(load<NarrowFloats>(x + i * NARROW) - top);
+        for (int n = DRAW_BLOCK / NARROW / 2; n > 0; n /= 2)
             for (int i = 0; i < n; i++) v[i] = sums_of_neighbours(v[2 * i], v[2 * i + 1]);
-        float last[LANES];
+        float last[NARROW];
         store(last, v[0]);
-        for (int n = LANES / 2; n > 0; n /= 2)
+        for (int n = NARROW / 2; n > 0; n /= 2)
             for (int i = 0; i < n; i++) last[i] = last[2 * i] + last[2 * i + 1];
         return last[0];
     }
@@ -226,8 +229,8 @@ class RowSampler {
         const int64_t blocks = (int64_t)log_weights_.size() / DRAW_BLOCK;
         for (int64_t b = 0; b < blocks; b++) {
             const float* x = log_weights_.data() + b * DRAW_BLOCK;
-            Floats most = broadcast(-INFINITY);
-            for (int i = 0; i < DRAW_BLOCK; i += LANES) most = larger(load<Floats>(x + i), most);
+            NarrowFloats most = broadcast<NarrowFloats>(-INFINITY);
+            for (int i = 0; i < DRAW_BLOCK; i += NARROW) most = larger(load<NarrowFloats>(x + i), most);
             const float top = maximum(most);
             if (!(top > -INFINITY)) continue;
             const float score = top + std::log(sum_in_pairs(x, top) / exponential_variate(row, b, BLOCK_COUNTERS));

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -15,6 +16,13 @@ constexpr int LANES = 16;
 constexpr bool SIGNED_CODES = true;  // the processor multiplies signed bytes by signed bytes
 #else
 constexpr bool SIGNED_CODES = false;  // unsigned by signed bytes
+#endif
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__AVX2__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
 #endif
 
 typedef float Floats __attribute__((vector_size(64)));
@@ -36,7 +44,24 @@ inline void store(Element* to, const Vector& vector) {
     std::memcpy(to, &vector, sizeof vector);
 }
 
-inline Floats broadcast(float value) { return Floats{} + value; }
+// The floats of one register. GCC makes scalars of comparisons, selections and shuffles of longer vectors.
+constexpr int NARROW = REGISTER / 4;
+typedef float NarrowFloats __attribute__((vector_size(REGISTER)));
+typedef int32_t NarrowInts __attribute__((vector_size(REGISTER)));
+
+template <typename V = Floats>
+inline V broadcast(float value) {
+    return V{} + value;
+}
+
+// fn of vectors, register by register.
+template <typename Fn, typename... V>
+inline Floats in_registers(Fn&& fn, const V&... vectors) {
+    Floats result;
+    for (int i = 0; i < LANES; i += NARROW)
+        store((float*)&result + i, fn(load<NarrowFloats>((const float*)&vectors + i)...));
+    return result;
+}
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 typedef float Register __attribute__((vector_size(32), may_alias));
@@ -132,19 +157,21 @@ inline float sum(const Floats& values) {
 #endif
 }
 
-// The lanes I of a, 0 to 15, and b, 16 to 31.
-template <int... I>
-inline Floats lanes(const Floats& a, const Floats& b) {
+// The lanes I of a and b; those of b follow a's.
+template <int... I, typename V>
+inline V lanes(const V& a, const V& b) {
 #if defined(__clang__) || __GNUC__ >= 12
     return __builtin_shufflevector(a, b, I...);
 #else
-    return __builtin_shuffle(a, b, Ints{I...});
+    return __builtin_shuffle(a, b, decltype(a < b){I...});
 #endif
 }
 
-inline Floats sums_of_neighbours(const Floats& a, const Floats& b) {
-    return lanes<0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30>(a, b) +
-           lanes<1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31>(a, b);
+// Each lane plus the next one, of a and then of b.
+inline NarrowFloats sums_of_neighbours(const NarrowFloats& a, const NarrowFloats& b) {
+    return [&]<int... I>(std::integer_sequence<int, I...>) {
+        return lanes<2 * I...>(a, b) + lanes<2 * I + 1 ...>(a, b);
+    }(std::make_integer_sequence<int, NARROW>{});
 }
 
 // The sums of four vectors.
@@ -194,15 +221,16 @@ inline int32_t maximum(const Ints& values) {
 }
 
 // A bit for each lane in which a comparison holds, whose lanes are 0 or -1.
-inline uint32_t lanes_of(const Ints& comparison) {
+inline uint32_t lanes_of(const NarrowInts& comparison) {
 #if defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)comparison, (__m512i)comparison);
 #elif defined(__AVX2__)
-    const float* lanes = (const float*)&comparison;
-    return _mm256_movemask_ps(_mm256_loadu_ps(lanes)) | _mm256_movemask_ps(_mm256_loadu_ps(lanes + 8)) << 8;
+    return _mm256_movemask_ps((__m256)comparison);
+#elif defined(__x86_64__)
+    return _mm_movemask_ps((__m128)comparison);
 #else
     uint32_t bits = 0;
-    for (int i = 0; i < LANES; i++) bits |= (comparison[i] & 1u) << i;
+    for (int i = 0; i < NARROW; i++) bits |= (comparison[i] & 1u) << i;
     return bits;
 #endif
 }
@@ -254,13 +282,6 @@ inline float float_of_bits(int32_t bits) {
 
 // ---- Codes
 
-#if defined(__AVX512F__)
-constexpr int REGISTER = 64;  // bytes
-#elif defined(__AVX2__)
-constexpr int REGISTER = 32;
-#else
-constexpr int REGISTER = 16;
-#endif
 typedef uint16_t CodePairs __attribute__((vector_size(REGISTER)));
 
 // to = fn of the codes at `from`, register by register, with two codes to an element. GCC makes scalars of integer vectors
