@@ -116,15 +116,10 @@ class Kernels:
         )
 
     def name_plugins(self, error: Exception) -> None:
-        """Add a line below the error's message if kernels run that do not belong to this package.
-
-        A kernel whose result has a wrong shape or dtype makes another function raise. Before Python 3.11 an error has
-        no place for such a line.
-        """
+        """Below an error's message, name the plugins that run: a wrong shape or dtype of theirs may be the cause."""
         foreign = [f"{op} by {p.name}, of {p.origin}" for op, (p, _) in self._chosen.items() if p.origin is not None]
-        add_note = getattr(error, "add_note", None)
-        if foreign and add_note is not None:
-            add_note(
+        if foreign and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(
                 f"This engine runs kernels of yours: {'; '.join(foreign)}. `nanovllm kernels verify OP --kernel-plugin"
                 " FILE` compares their results with the reference."
             )
