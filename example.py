@@ -12,6 +12,7 @@ import time
 
 from nanovllm.arguments import name_options
 from nanovllm.console import StatusLine, run_program, say, show_warnings
+from nanovllm.wording import counted
 
 PROMPTS = [
     "What is the capital of France, and what is it known for?",
@@ -41,22 +42,23 @@ def main() -> None:
     started = time.perf_counter()
     status = StatusLine()
     status.show("Loading ...", timed=True)
-    from nanovllm import LLM, SamplingParams
-    from nanovllm.weights.demo_model import demo_model_path
-
     try:
+        from nanovllm import LLM, SamplingParams
+        from nanovllm.weights.demo_model import demo_model_path
+
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
         model = args.model or demo_model_path()
         llm = LLM(model, use_custom_kernels=args.use_custom_kernels)
+        prompts = args.prompt or PROMPTS
+        conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
+        has_template = llm.tokenizer is not None and llm.tokenizer.chat_template
+        if has_template:
+            llm.chat_prompt(conversations[0])  # imports Jinja, while the status line counts the seconds
     except (ValueError, FileNotFoundError) as error:
         name_options(error, {name: "--" + name.replace("_", "-") for name in vars(args)})
         raise
-    prompts = args.prompt or PROMPTS
-    conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    has_template = llm.tokenizer is not None and llm.tokenizer.chat_template
-    if has_template:
-        llm.chat_prompt(conversations[0])  # imports Jinja, while the status line counts the seconds
-    status.clear()
+    finally:
+        status.clear()
     print(f"Loaded {model} in {time.perf_counter() - started:.1f} s")
 
     try:
@@ -73,8 +75,9 @@ def main() -> None:
     first = min(o.metrics.time_to_first_token for o in outputs)
     seconds = max(o.metrics.total_time for o in outputs)
     say(
-        f"\n{num_prompt} prompt tokens, {num_output} output tokens, first token after {first:.2f} s,"
-        f" {num_output / seconds:.0f} output tokens/s; device: {llm.device_name}; kernels: {llm.kernels.summary()}"
+        f"\n{counted(num_prompt, 'prompt token')}, {counted(num_output, 'output token')},"
+        f" first token after {first:.2f} s, {num_output / seconds:.0f} output tokens/s; device: {llm.device_name};"
+        f" kernels: {llm.kernels.summary()}"
     )
 
 

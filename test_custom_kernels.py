@@ -37,6 +37,7 @@ from nanovllm.console import Column, Rows, StatusLine, run_program
 from nanovllm.kernels import Op, Provider, all_ops, unavailable_reason
 from nanovllm.kernels.testing.compare import Measurement, bench_cases, measure
 from nanovllm.kernels.testing.verify import Case, cases, verify_case
+from nanovllm.wording import counted
 
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 PROVIDER = Column("provider", 12)
@@ -73,7 +74,8 @@ def correctness(pairs: list[tuple[Op, Provider]]) -> dict[tuple[str, str], str]:
         failures = [v for v in results if v.failure]
         worst = max((v.error for v in results), default=0.0)
         ran = sum(v.skipped is None for v in results)
-        verdicts[op.name, provider.name] = f"{len(failures)} of {ran} WRONG" if failures else f"right ({ran} cases)"
+        verdict = f"{len(failures)} of {ran} WRONG" if failures else f"right ({counted(ran, 'case')})"
+        verdicts[op.name, provider.name] = verdict
         table.add(op.name, provider.name, f"{worst:.2f}", verdicts[op.name, provider.name])
         for v in failures[:3]:
             print(f"   {v.case}: {v.failure}")
@@ -185,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if (why := provider.support(DEVICE)) is not None:
             not_here.setdefault(f"{provider.name}: {why}", []).append(op.name)
     for why, ops in not_here.items():
-        print(f"Not run: {why} ({len(ops)} ops)")
+        print(f"Not run: {why} ({counted(len(ops), 'op')})")
     verdicts = correctness(pairs)
     results = benchmark(pairs)
     peak_memory(results)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
 from nanovllm.early_exit import INTERRUPTED, QuickExit, raise_when_loaded
+from nanovllm.status_process import CountingProcess
 
 WIDTH = 80
 
@@ -138,26 +139,30 @@ class StatusLine:
     def __init__(self) -> None:
         self._shown = False
         self._ended: threading.Event | None = None
+        self._process: CountingProcess | None = None
 
     def show(self, text: str, timed: bool = False) -> None:
         """Replace the line. Longer text than the terminal is wide is cut at its end.
 
         Args:
-            timed: from the third second on, a thread adds the seconds since this call to the line: "loading ... 3 s".
+            timed: from the third second on, the seconds since this call are added to the line: "loading ... 3 s". A
+                process counts them where PyTorch is still to be imported, else a thread.
         """
-        self._end_thread()
+        self._end_count()
         if not sys.stderr.isatty():
             return
         self._shown = True
         self._print(text)
-        if timed:
+        if timed and CountingProcess.is_safe():
+            self._process = CountingProcess(lambda seconds: self._print(f"{text} {seconds} s"))
+        elif timed:
             self._ended = threading.Event()
             arguments = (text, time.monotonic(), self._ended)
             threading.Thread(target=self._count, args=arguments, daemon=True, name="status line").start()
 
     def clear(self) -> None:
         """Take the line away, before something else is printed."""
-        self._end_thread()
+        self._end_count()
         if self._shown:
             self._shown = False
             print(erased_line(), end="", file=sys.stderr, flush=True)
@@ -170,7 +175,10 @@ class StatusLine:
                     self._print(f"{text} {time.monotonic() - begun:.0f} s")
             wait = 1.0
 
-    def _end_thread(self) -> None:
+    def _end_count(self) -> None:
+        if self._process:
+            self._process.end()
+            self._process = None
         if self._ended:
             with _STATUS:  # nothing is printed after this
                 self._ended.set()

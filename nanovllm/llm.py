@@ -20,6 +20,7 @@ from nanovllm.frontend.progress import ProgressBar
 from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.wording import counted
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -130,7 +131,8 @@ class LLM:
         params = list(params) if one_each else [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
-                f"{len(prompts)} prompts but {len(params)} sampling_params; pass one for all, or one for each"
+                f"{counted(len(prompts), 'prompt')} but {len(params)} sampling_params; pass one for all, or one for"
+                " each"
             )
         if use_tqdm and prompts:
             ProgressBar.prepare()

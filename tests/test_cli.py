@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 from nanovllm.cli import main
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.registry import temporary
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from tests import tiny
 from tests.providers import registered
 
@@ -173,7 +175,28 @@ def test_a_closed_pipe_and_ctrl_c_leave_no_traceback():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert "native" in first[3] and "Traceback" not in out + err and "stopped early" in err
-    assert process.returncode == 0
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("prompts", [["x"], ["x", "y"]])
+def test_generate_shows_what_there_is_at_ctrl_c_and_ends_as_shells_have_it(prompts, monkeypatch):
+    class Interrupted:
+        def __init__(self, model, **arguments):
+            pass
+
+        def generate(self, prompts, params):
+            interrupt = KeyboardInterrupt()
+            interrupt.outputs = [RequestOutput("0", p, [1], [CompletionOutput(0, "some", [2])], False) for p in prompts]
+            raise interrupt
+
+        def stream(self, prompt, params):
+            yield "some"
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanovllm.LLM", Interrupted, raising=False)
+    done = run_here("generate", "--model", "it", *prompts)
+    assert (done.returncode, done.stderr) == (130, "")
+    assert done.stdout == "".join(f"\n> {p}\nsome [cut short]\n" for p in prompts)
 
 
 def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):
@@ -331,9 +354,11 @@ def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path
         raise KeyboardInterrupt
 
     options = dict(device="cpu", dtype="float32", shape=["4x64"], provider=["native", "mine"])
-    with registered("rms_norm", interrupted):
+    with registered("rms_norm", interrupted), pytest.raises(typer.Exit) as end:
         kernels_bench.bench("rms_norm", save=tmp_path / "it.json", **options)
-    assert capsys.readouterr().err.endswith("stopped early, with what was measured so far\n")
+    out, err = capsys.readouterr()
+    assert end.value.exit_code == 130 and err.endswith("stopped early, with what was measured so far\n")
+    assert "native" in out and "4x64 float32" in out
     assert len(json.loads((tmp_path / "it.json").read_text())["measurements"]) == 1
 
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 LEAVES = {
     "config", "console", "model_config", "model_entries", "model_families", "model_rope",
     "arguments", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
-    "structured_outputs", "early_exit",
+    "structured_outputs", "early_exit", "status_process", "wording",
 }  # fmt: skip
 ALLOWED = {
     "hardware": set(),

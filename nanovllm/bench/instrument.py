@@ -22,6 +22,7 @@ from torch.profiler import record_function
 
 from nanovllm.hardware.roofline import Work
 from nanovllm.kernels import all_ops
+from nanovllm.wording import counted
 
 OP_NAME = re.compile(r"^(?P<op>[a-z]\w*)(?: (?P<module>\w+))? \[(?P<provider>[\w.-]+)\]$")
 STEP_NAME = re.compile(r"^(?P<kind>prefill|decode|mixed): (?P<what>.*)$")
@@ -245,6 +246,6 @@ def describe_step(step: Any) -> tuple[str, str]:
     prompts = [n for n in lengths if n > 1]
     decodes = len(lengths) - len(prompts)
     if not prompts:
-        return "decode", f"{decodes} sequences"
-    what = f"{sum(prompts)} tokens of {len(prompts)} prompts"
-    return ("mixed", f"{what}, {decodes} sequences") if decodes else ("prefill", what)
+        return "decode", counted(decodes, "sequence")
+    what = f"{counted(sum(prompts), 'token')} of {counted(len(prompts), 'prompt')}"
+    return ("mixed", f"{what}, {counted(decodes, 'sequence')}") if decodes else ("prefill", what)

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from nanovllm.wording import counted
+
 
 @dataclass(frozen=True)
 class Target:
@@ -121,7 +123,7 @@ async def ask(target: Target, body: bytes, timeout: float) -> tuple[Recorder | N
     try:
         return await exchange(target, "POST", path, body, timeout), None
     except asyncio.TimeoutError:
-        return None, f"no whole answer within {timeout:g} seconds"
+        return None, f"no whole answer within {counted(timeout, 'second', 'g')}"
     except OSError as error:
         return None, f"{type(error).__name__}: {error}"
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.foreign_options import EngineCommand
 from nanovllm.cli.option_records import takes_records
-from nanovllm.console import StatusLine, run_program, say, show_warnings
+from nanovllm.console import INTERRUPTED, StatusLine, run_program, say, show_warnings
 from nanovllm.garbage_collector import collector_off
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens in a completion.")] = 128,
     seed: _Seed = None,
 ) -> None:
-    """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short."""
+    """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short (exit status 130)."""
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
@@ -221,7 +221,9 @@ def generate(
             outputs, end = getattr(interrupt, "outputs", []), " [cut short]"
         for output in outputs:
             print(f"\n> {output.prompt}\n{output['text']}{end}")
-        if not end and not all(output["text"] for output in outputs):
+        if end:
+            raise typer.Exit(INTERRUPTED)
+        if not all(output["text"] for output in outputs):
             _say_that_it_is_empty()
         return
     print(f"\n> {prompts[0]}")
@@ -235,6 +237,7 @@ def generate(
             _say_that_it_is_empty()
     except KeyboardInterrupt:
         print(" [cut short]")
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _say_that_it_is_empty() -> None:

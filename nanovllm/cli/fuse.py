@@ -14,6 +14,7 @@ import typer
 from nanovllm.cli.kernels_common import DTYPES, GPUS, Json, Wide, dtype_name
 from nanovllm.console import StatusLine, import_torch, working
 from nanovllm.json_output import STDOUT, write_json
+from nanovllm.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +138,8 @@ def _summary(report: Any) -> str:
     kernels, groups = sum(len(r.group.kernels) for r in report.rows), len(report.rows)
     served = sum(len(r.served.ops) == 1 and r.served.covered == r.served.kernels for r in report.rows)
     return (
-        f"{kernels} kernels become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us predicted, "
-        f"{report.unfused / report.fused:.1f} times as fast.\n"
+        f"{counted(kernels, 'kernel')} become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us"
+        f" predicted, {report.unfused / report.fused:.1f} times as fast.\n"
         f"Groups that a single op of ours computes: {served} of {groups}."
     )
 
@@ -176,7 +177,8 @@ def _measure(
         if where.type == "cpu":
             print("On a CPU, other programs disturb these times, and the model is made for GPUs.")
     if interrupted:
-        print(f"nanovllm: interrupted; {len(rows)} of {len(analyzer.groups)} groups were measured", file=sys.stderr)
+        wanted = counted(len(analyzer.groups), "group")
+        print(f"nanovllm: interrupted; measured {len(rows)} of {wanted}", file=sys.stderr)
         raise typer.Exit(130)
     if save is not None:
         path = kept_timings.keep(document, save)

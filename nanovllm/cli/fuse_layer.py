@@ -13,6 +13,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import AttentionMetadata, LayerCache, LayerInputs, ResidualStream
 from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
+from nanovllm.wording import counted
 
 _BLOCK = 256  # tokens of a KV cache block, the engine's default
 # What attention does inside is its own affair: its traffic follows from lengths, not from shapes, and it is one kernel.
@@ -104,7 +105,7 @@ def decoder_layer(
         raise ValueError(f"tokens: expected at least 1, not {tokens}")
     least = 1 if decode else tokens
     if context < least:
-        raise ValueError(f"context: expected at least {least} tokens, the new ones among them, not {context}")
+        raise ValueError(f"context: expected at least {counted(least, 'token')}, with the new ones, not {context}")
     config = ModelConfig.from_dict({**preset(name), "num_hidden_layers": 1, "vocab_size": 8})
     dtype = dtype or getattr(torch, str(config.dtype))
     device = torch.device(device)

@@ -12,6 +12,7 @@ from nanovllm.fuse.loop_nest import LoopNest, parse
 from nanovllm.fuse.tile_fusion import TileFusion
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.json_output import write_json
+from nanovllm.wording import counted
 
 
 def show_loops(path: Path, sizes: list[str], model: DeviceModel, json_file: str | None) -> None:
@@ -68,7 +69,8 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, json_file: str 
         t = found["tile"]
         print(
             f"Tiles for {capacity:,} floats (the shared memory of a block on {model.name}):\n"
-            f"{t['tile']}, {t['tiles']:,} tiles of {t['footprint']:,} elements each, {t['traffic']:,} elements moved"
+            f"{t['tile']}, {counted(t['tiles'], 'tile', ',')} of {counted(t['footprint'], 'element', ',')} each,"
+            f" {counted(t['traffic'], 'element', ',')} moved"
         )
 
 

@@ -12,7 +12,7 @@ import typer
 
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import Column, Rows, say
+from nanovllm.console import INTERRUPTED, Column, Rows, say
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def bench(
 ) -> None:
     """Time the providers of an op: medians with cold caches, and their share of the hardware limit.
 
-    Ctrl-C keeps what was measured. Fails if a provider raises or nothing can be measured.
+    Ctrl-C keeps what was measured (exit status 130). Fails if a provider raises or nothing can be measured.
     """
     where, ops, origins = common.prepare(device, kernel_plugin)
     from nanovllm.kernels.testing.compare import compiled
@@ -51,6 +51,7 @@ def bench(
     results: list[Measurement] = []
     skipped = []
     table = None if json_file == STDOUT or wide else _Table(where)
+    stopped = False
     try:
         for declared in common.with_provider(common.matching(ops, op), provider):
             if declared.inputs is None or declared.cost is None:
@@ -64,7 +65,7 @@ def bench(
     except KeyboardInterrupt:
         # The table would lack ops, or providers that were not reached.
         left_out = "; --save-table is not written" if save_table else ""
-        save_table = None
+        save_table, stopped = None, True
         print(f"stopped early, with what was measured so far{left_out}", file=sys.stderr)
     else:
         if all(m.timing is None for m in results):
@@ -82,6 +83,8 @@ def bench(
     write_json(None if save is None else str(save), document)
     if save_table is not None:
         print(f"wrote {write_table(where, results, save_table, document['date'])}")
+    if stopped:
+        raise typer.Exit(INTERRUPTED)
     if any(m.failed for m in results):
         raise typer.Exit(1)
 

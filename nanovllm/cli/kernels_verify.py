@@ -16,6 +16,7 @@ import typer
 from nanovllm.cli import kernels_common as common
 from nanovllm.console import WIDTH, Column, Rows, StatusLine, import_torch
 from nanovllm.json_output import STDOUT, write_json
+from nanovllm.wording import counted
 
 if TYPE_CHECKING:
     from nanovllm.kernels import Op
@@ -95,7 +96,7 @@ def _fill(
     status, done = StatusLine(), 0
 
     def began(pair: Pair, case: Case) -> None:
-        status.show(f"{pair[0]}, {pair[1]}: {case} ({done} of {len(pairs)} providers are done)")
+        status.show(f"{pair[0]}, {pair[1]}: {case} (done: {done} of {counted(len(pairs), 'provider')})")
 
     stopped = False
     status.show("starting a process for the cases" if setting.limit else "")
@@ -115,7 +116,7 @@ def _fill(
                 table.add(row)
         table.end()
     if stopped:
-        print(f"stopped early: {done} of {len(pairs)} providers were verified", file=sys.stderr)
+        print(f"stopped early: verified {done} of {counted(len(pairs), 'provider')}", file=sys.stderr)
     return stopped
 
 
@@ -182,7 +183,7 @@ class _Table:
             cases_of.setdefault(what, []).append(case)
         for what, cases in list(cases_of.items())[:_MOST_SHOWN]:
             more = len(cases) - 1
-            text = cases[0] + (f" and {more} more case{'s' * (more > 1)}" if more else "") + f": {what}"
+            text = cases[0] + (f" and {counted(more, 'more case')}" if more else "") + f": {what}"
             print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
         if any(" is nan instead of " in what for what in cases_of):
             print("  nan: not written, or computed from what lies around a tensor")

@@ -8,14 +8,15 @@ from pathlib import Path
 from nanovllm.cli.lab_show import label_powers, new_figure
 from nanovllm.cli.text_table import print_table
 from nanovllm.lab.mlp import Point, Sweeps
+from nanovllm.wording import counted
 
 
 def show(result: Sweeps) -> None:
     """Print a table for each sweep, and the profiles of its ends."""
     b, rate = result.base, result.rates.matmul[result.dtype_name]
     print(
-        f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}\n{b.steps} steps, "
-        f"{b.layers} layers, batch {b.batch}, dim {b.dim}; each table varies one of them\n"
+        f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}\n{counted(b.steps, 'step')}, "
+        f"{counted(b.layers, 'layer')}, batch {b.batch}, dim {b.dim}; each table varies one of them\n"
         f"measured limit of matrix products: {rate / 1e12:,.2f} TFLOP/s"
     )
     for name, points in result.points.items():

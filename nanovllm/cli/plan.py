@@ -14,6 +14,7 @@ from nanovllm.cli.kernels_common import GPUS, Json, Wide
 from nanovllm.cli.option_records import takes_records
 from nanovllm.console import import_torch
 from nanovllm.json_output import write_json
+from nanovllm.wording import counted
 
 if TYPE_CHECKING:
     from nanovllm.hardware.gpu_presets import DeviceModel
@@ -208,7 +209,7 @@ def _show(kind: str, problem: Any, planner: Callable[[Any, DeviceModel], list[Pl
     print(
         f"{plans[0].flops:.4g} flops, {least_bytes:.4g} bytes: {plans[0].flops / least_bytes:.1f} flops a byte "
         f"(ridge {rate / device.bandwidth:.0f})\nat best {_microseconds(floor)} us, bound by {bound}; "
-        f"{len(plans)} configurations fit\npredicted, not measured:"
+        f"{counted(len(plans), 'configuration')} fit\npredicted, not measured:"
     )
     if least_bytes > device.memory:
         needed, has = least_bytes / 1e9, device.memory / 1e9

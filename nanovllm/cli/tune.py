@@ -12,6 +12,7 @@ import typer
 from nanovllm.cli.kernels_common import Dtype, Json, Wide, dtype_of, shape_of
 from nanovllm.console import import_torch
 from nanovllm.json_output import STDOUT, write_json
+from nanovllm.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -221,7 +222,7 @@ def tune_jobs(
         if before:
             print(f"{before} of {len(results)} jobs were measured before, with these versions and kernels")
         if written:
-            print(f"wrote {len(written)} configurations to {directory}")
+            print(f"wrote {counted(len(written), 'configuration')} to {directory}")
             print(f"kernels read them with {DIRECTORY_VARIABLE}={directory}")
     code = code or int(not written and before < len(results))
     if code:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanovllm.weights.token_lengths import MostCharacters, most_characters
+from nanovllm.wording import counted
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _UNCHECKED_CHARACTERS = 16
@@ -106,10 +107,9 @@ class PromptReader:
             length = len("".join(text.split())) if self._most_characters.without_spaces else len(text)
             if length > most:
                 raise ValueError(
-                    f"the prompt has {len(text)} characters, but max_model_len={self._max_model_len} allows {fits}"
-                    f" tokens"
-                    f" and one of output, and a token has at most {self._most_characters.number} characters;"
-                    " shorten the prompt or raise max_model_len"
+                    f"the prompt has {counted(len(text), 'character')}, but max_model_len={self._max_model_len} allows"
+                    f" {counted(fits, 'token')} and one of output, and a token has at most"
+                    f" {counted(self._most_characters.number, 'character')}; shorten the prompt or raise max_model_len"
                 )
 
     @cached_property
@@ -122,8 +122,8 @@ class PromptReader:
         limit = self._max_model_len
         if length >= limit:
             raise ValueError(
-                f"the prompt has {length} tokens, but max_model_len={limit} allows {limit - 1} and one of output;"
-                " shorten the prompt or raise max_model_len"
+                f"the prompt has {counted(length, 'token')}, but max_model_len={limit} allows {limit - 1} and one of"
+                " output; shorten the prompt or raise max_model_len"
             )
 
     def _token_ids(self, prompt: Any, name: str) -> list[int]:

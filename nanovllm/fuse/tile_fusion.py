@@ -19,6 +19,7 @@ from functools import cached_property
 from nanovllm.fuse.dependence import Dependence, dependences
 from nanovllm.fuse.loop_fusion import LoopFusionAnalyzer
 from nanovllm.fuse.loop_nest import LoopNest, Point
+from nanovllm.wording import counted
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class TileFusion:
             ValueError: a size below 1, or of another number of loops.
         """
         if len(tile) != len(self.extents) or min(tile, default=1) < 1:
-            raise ValueError(f"tile: expected {len(self.extents)} sizes of at least 1, not {tuple(tile)}")
+            raise ValueError(f"tile: expected {counted(len(self.extents), 'size')} of at least 1, not {tuple(tile)}")
         tile = tuple(min(t, max(1, n)) for t, n in zip(tile, self.extents))
         return TileCost(tile, self.footprint(tile), math.prod(-(-n // t) for n, t in zip(self.extents, tile)))
 

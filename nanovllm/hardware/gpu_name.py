@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanovllm.wording import counted
+
 if TYPE_CHECKING:
     import torch
 
@@ -48,7 +50,7 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     name = f"cpu {cpu_name()}".strip()
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+    return f"{name}, {counted(threads, 'thread')}"
 
 
 def slug(name: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nanovllm.hardware.cuda_graph_memory import GraphMemory, recover_generator
+from nanovllm.wording import counted
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def benchmark_kernel(
     if verbose:
         name = getattr(fn, "__name__", type(fn).__name__)
         low, mid, high = (1e6 * t for t in (timing.p20, timing.median, timing.p80))
-        print(f"{name}: p20 {low:.2f} us, median {mid:.2f} us, p80 {high:.2f} us over {iters} calls")
+        print(f"{name}: p20 {low:.2f} us, median {mid:.2f} us, p80 {high:.2f} us over {counted(iters, 'call')}")
     return timing.median
 
 

@@ -10,6 +10,7 @@ import torch
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
 from nanovllm.lab.lesson import TOLERANCE, Inputs, Lesson
 from nanovllm.lab.ways import Way
+from nanovllm.wording import are
 
 SHAPES = ((1, 1), (3, 7), (1, 96), (7, 129), (33, 160))
 """(rows, dim): one element, less than a vector, rows that are not aligned, more than one tile."""
@@ -111,7 +112,8 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> tuple[float, str | None
     if worst <= 1:
         return worst, None
     at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
-    wrong = f"{int((error > 1).sum())} of {error.numel()} elements are wrong"
+    count = int((error > 1).sum())
+    wrong = f"{count} of {error.numel()} elements {are(count)} wrong"
     return worst, f"{got[at]:.6g} instead of {want[at]:.6g} at {list(at)}; {wrong}"
 
 

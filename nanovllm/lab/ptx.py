@@ -13,6 +13,7 @@ from typing import Any
 
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.hardware.occupancy import occupancy
+from nanovllm.wording import counted
 
 _INSTRUCTION = re.compile(r"^[ \t]*(?:@!?%\w+[ \t]+)?([a-z][a-z0-9_]*(?:[.:]+\w+)*)(?=[ \t;])[^;\n]*;?", re.MULTILINE)
 _MEMORY = re.compile(r"^(ld|st)\.(?:\w+\.)*?(global|shared)(?:::\w+)?\b")
@@ -175,8 +176,9 @@ def explained(r: Reading) -> list[Line]:
 def _meaning(a: MemoryAccess) -> str:
     verb = "read" if a.what == "ld" else "written"
     if a.where == "shared":
-        return f"{a.bytes} bytes a thread {verb} in shared memory, where the threads of a block exchange numbers"
-    line = f"{a.bytes} bytes a thread {verb} in device memory, {32 * a.bytes} a warp: "
+        each = counted(a.bytes, "byte")
+        return f"{each} a thread {verb} in shared memory, where the threads of a block exchange numbers"
+    line = f"{counted(a.bytes, 'byte')} a thread {verb} in device memory, {32 * a.bytes} a warp: "
     if a.bytes >= 16:
         return line + "the widest there is" if a.bytes == 16 else line + "wider than 16, which only Blackwell has"
     why = "alignment is not known, or neighbouring threads are not neighbours in memory"
@@ -194,7 +196,7 @@ def resources_in_words(r: Reading, device: DeviceModel) -> list[str]:
     why = "as many as there can be" if warps == device.warps_per_sm else f"{limit} {verb} out first"
     lines = [
         f"{r.registers} registers a thread, {r.threads} threads and {shared:,} bytes of shared memory a block: "
-        f"a multiprocessor of {device.name} holds {fit.blocks} such block{'' if fit.blocks == 1 else 's'}, "
+        f"a multiprocessor of {device.name} holds {counted(fit.blocks, 'such block')}, "
         f"{warps} of at most {device.warps_per_sm} warps: {why}."
     ]
     spilled = f"Spilled: registers ran out, and {r.spilled} bytes a thread go to memory and back."

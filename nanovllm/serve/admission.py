@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 from nanovllm.serve.errors import ApiError
+from nanovllm.wording import counted
 
 _RATE_SAMPLES = 64
 
@@ -87,7 +88,7 @@ class Admission:
         if self._max_per_key is not None and self._open[key] >= self._max_per_key:
             self._rejected("key")
             raise ApiError(
-                429, f"this key has {self._open[key]} requests running, at most {self._max_per_key} are allowed",
+                429, f"this key has {counted(self._open[key], 'request')} running, the limit is {self._max_per_key}",
                 code="too_many_requests", retry_after=1,
             )  # fmt: skip
         if completions > self._max_waiting:  # a later try would not help
@@ -95,10 +96,11 @@ class Admission:
             raise ApiError(400, f"n: {said}; send several requests", "n")
         if self.waiting + completions > self._max_waiting:
             self._rejected("queue")
-            raise self._full(f"{self.waiting} completions wait, at most {self._max_waiting} may")
+            raise self._full(f"{counted(self.waiting, 'completion')} waiting, at most {self._max_waiting} may wait")
         if self.waiting and self.waiting_tokens + tokens > self._max_waiting_tokens:
             self._rejected("tokens")
-            raise self._full(f"{self.waiting_tokens} prompt tokens wait, at most {self._max_waiting_tokens} may")
+            said = counted(self.waiting_tokens, "prompt token")
+            raise self._full(f"{said} waiting, at most {self._max_waiting_tokens} may wait")
         self._open[key] += 1
         self.waiting += completions
         self.waiting_tokens += tokens

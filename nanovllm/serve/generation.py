@@ -12,6 +12,7 @@ from nanovllm.serve.admission import Ticket
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.metrics import Metrics
+from nanovllm.wording import counted
 
 
 class Generation:
@@ -120,7 +121,8 @@ class Generation:
 
     def _expire(self) -> None:
         error = ApiError(
-            503, f"the request waited {self._queue_timeout:g} seconds for its first token; try again later",
+            503,
+            f"the request waited {counted(self._queue_timeout, 'second', 'g')} for its first token; try again later",
             code="queue_timeout", retry_after=5,
         )  # fmt: skip
         self._metrics.rejected("timeout")

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.serve.errors import ApiError
+from nanovllm.wording import counted
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -65,7 +66,7 @@ class Exchange:
         try:
             return await asyncio.wait_for(self._body(max_bytes), timeout)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {timeout:g} seconds") from None
+            raise ApiError(408, f"the body did not arrive within {counted(timeout, 'second', 'g')}") from None
 
     async def _body(self, max_bytes: int) -> bytes:
         pieces = bytearray()

@@ -10,6 +10,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanovllm.serve.options import ServeOptions
+from nanovllm.wording import counted
 
 _HEADERS_TOO_LARGE = b"431 Request Header Fields Too Large"
 _MOST_PIPELINED = 64
@@ -139,7 +140,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.flow.read_paused:  # it is this side that waits: for the answers to earlier requests
             self._set_deadline()
             return
-        said = f"the headers did not arrive within {self.limits.receive_timeout:g} seconds"
+        said = f"the headers did not arrive within {counted(self.limits.receive_timeout, 'second', 'g')}"
         self._refuse(b"408 Request Timeout" if self._header_bytes or self.scope else b"", said)
 
     def send_400_response(self, msg: str) -> None:

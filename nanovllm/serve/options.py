@@ -6,6 +6,8 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from nanovllm.wording import counted
+
 
 @dataclass(frozen=True)
 class ServeOptions:
@@ -74,8 +76,8 @@ class ServeOptions:
         for i, key in enumerate(self.api_keys, 1):  # a message must not tell the key
             if len(key) < 8 or not key.isascii() or not key.isprintable():
                 raise ValueError(
-                    f"API key {i} of {len(self.api_keys)}, of {len(key)} characters: must have at least 8 printable"
-                    " ASCII characters; choose another one"
+                    f"API key {i} of {len(self.api_keys)}, of {counted(len(key), 'character')}: must have at least 8"
+                    " printable ASCII characters; choose another one"
                 )
 
     def share(self, count: int) -> ServeOptions:

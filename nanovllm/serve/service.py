@@ -26,6 +26,7 @@ from nanovllm.serve.http import Exchange
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.sampling import as_api_error, bad_request
+from nanovllm.wording import counted
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Service:
         if not counts.engine_up:
             return "the engine is not running"
         if counts.heartbeat_age > self.options.stall_timeout:
-            return f"the engine has had work and made no step for {counts.heartbeat_age:.0f} seconds"
+            return f"the engine has had work and made no step for {counted(round(counts.heartbeat_age), 'second')}"
         return counts.missing[0] if counts.missing else None
 
     def check_model(self, name: str | None) -> None:

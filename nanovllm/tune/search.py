@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.tune.space import nearest
+from nanovllm.wording import counted
 
 QUICK, FULL, FINAL = 3, 15, 40
 """Rounds of a measurement: whether a plan is worth more, how it ranks, and which of the first plans wins."""
@@ -115,12 +116,12 @@ class _Search:
             if budget.seconds is not None and self.clock() - start >= budget.seconds:
                 found.stopped = f"time limit of {budget.seconds:g} s"
             elif not batch:
-                found.stopped = f"limit of {budget.most} candidates"
+                found.stopped = f"limit of {counted(budget.most, 'candidate')}"
             else:
                 self.prepare(batch)
             for plan in batch if not found.stopped else ():
                 if budget.patience is not None and self.since_best >= budget.patience:
-                    found.stopped = f"no improvement in {budget.patience} candidates"
+                    found.stopped = f"no improvement in {counted(budget.patience, 'candidate')}"
                     break
                 count += 1
                 left.remove(plan)

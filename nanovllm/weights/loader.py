@@ -32,6 +32,7 @@ from nanovllm.weights.quantization.resolve import packed_blocks, packed_modules,
 from nanovllm.weights.quantization.storage import Storage
 from nanovllm.weights.safetensors_files import TensorHeader, WeightError
 from nanovllm.weights.source_layout import SourceLayout
+from nanovllm.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def _check_layers(checkpoint: Checkpoint, headers: Sequence[TensorHeader]) -> No
     wanted = checkpoint.config.num_hidden_layers
     if wanted > (max(found) + 1 if found else len(headers)):
         raise WeightError(
-            f"{checkpoint.path}: num_hidden_layers={wanted}, but the files hold {len(found)} layers;"
+            f"{checkpoint.path}: num_hidden_layers={wanted}, but the files hold {counted(len(found), 'layer')};"
             " correct that entry, or download the model again"
         )
 

@@ -27,6 +27,7 @@ from nanovllm.adapters.transformers.probe import is_linear, plain_parameter
 from nanovllm.adapters.transformers.report import Outcomes
 from nanovllm.adapters.transformers.selected import Call, Selection, differentiated
 from nanovllm.adapters.transformers.stack import Stack, install
+from nanovllm.wording import counted
 
 
 class Replacing:
@@ -89,7 +90,7 @@ class Replacing:
             install(owner, name, made, self._patches)
             how = ", on a static cache as a CUDA graph" if made.captures else ""
             provider = self._selection.kernels(next(layers[0].parameters()).device).provider("attention_decode")
-            why = f"decode steps: all {len(layers)} layers in one loop{how}"
+            why = f"decode steps: all {counted(len(layers), 'layer')} in one loop{how}"
             self._outcomes.replaced(owner, "attention_decode", provider.name, why)
 
     def attention_modules(self) -> list[tuple[Any, Call | str]]:

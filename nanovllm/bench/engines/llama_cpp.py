@@ -11,6 +11,7 @@ import llama_cpp as lib
 from nanovllm.bench.engines.common import EngineError, cpu_threads, gaps, gguf_config
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
+from nanovllm.wording import counted
 
 _BATCH = 512
 
@@ -88,7 +89,7 @@ class LlamaCppEngine:
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, seq
             batch.logits[i] = i in wanted
         if lib.llama_decode(context, batch):
-            raise EngineError(f"llama.cpp cannot compute a batch of {len(tokens)} tokens")
+            raise EngineError(f"llama.cpp cannot compute a batch of {counted(len(tokens), 'token')}")
 
     def _sampler(self) -> Any:
         chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())

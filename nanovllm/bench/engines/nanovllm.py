@@ -15,6 +15,7 @@ from nanovllm.bench.engines.common import gaps, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.wording import counted
 
 _PACKED = ("PackedWeight", "PackedDecoderForCausalLM")
 """Modules whose weights may take other bytes than those of the dtype."""
@@ -68,7 +69,7 @@ class NanovllmEngine:
             run = self._run_closed_loop(items)
         wrong = [(i.num_output, r.num_output) for i, r in zip(items, run.requests) if i.num_output != r.num_output]
         if wrong:
-            raise RuntimeError(f"expected {wrong[0][0]} output tokens, got {wrong[0][1]}")
+            raise RuntimeError(f"expected {counted(wrong[0][0], 'output token')}, got {wrong[0][1]}")
         if len(items) != len(run.requests):
             raise RuntimeError("requests were lost")
         return run

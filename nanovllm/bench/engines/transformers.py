@@ -15,6 +15,7 @@ from nanovllm.bench.engines.common import EngineError, gaps, model_directory
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig
+from nanovllm.wording import counted
 
 # More rows than this are run one batch after the other.
 _MAX_BATCH = 256
@@ -109,7 +110,7 @@ class TransformersEngine:
             **self._sampling, streamer=clock,
         )  # fmt: skip
         if len(clock.times) != steps:
-            raise RuntimeError(f"expected {steps} output tokens, got {len(clock.times)}")
+            raise RuntimeError(f"expected {counted(steps, 'output token')}, got {len(clock.times)}")
         at = [t - started for t in clock.times]
         return [RequestTimes(at[0], at[i.num_output - 1], i.num_output, gaps(at[: i.num_output])) for i in items]
 

@@ -34,6 +34,7 @@ from nanovllm.engine.step import ScheduledStep
 from nanovllm.kernels import resolve_kernels
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import model_class
+from nanovllm.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +175,7 @@ class Leader(Ranks):
                 if digest != self._digest.value:
                     raise RankError(
                         f"rank {rank} of {self._size} has another schedule or other tokens than rank 0 after"
-                        f" {self._digest.steps} steps; the engine has stopped"
+                        f" {counted(self._digest.steps, 'step')}; the engine has stopped"
                     )
 
     def close(self) -> None:

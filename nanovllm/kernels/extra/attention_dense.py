@@ -130,7 +130,7 @@ def check_attention_dense(
 ) -> None:
     """ValueError, naming the argument, for what no provider of `attention_dense` can take."""
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"q: expected a multiple of the {k.shape[1]} heads of k, not {q.shape[1]} heads")
+        raise ValueError(f"q: expected a multiple of the {k.shape[1]} heads of k, not {q.shape[1]}")
     if window is not None and window < 1:
         raise ValueError(f"window: expected None or at least 1, not {window}")
     if soft_cap is not None and not soft_cap > 0:

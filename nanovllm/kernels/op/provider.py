@@ -152,18 +152,18 @@ def bind(op: str, provider: Provider) -> Callable[..., Any]:
             note = f"{who}, called with ({describe_call(args, kwargs)})"
             if isinstance(e, (ValueError, TypeError, torch.OutOfMemoryError)):
                 # These speak of the arguments, or the caller acts on them: they keep their type.
-                _add_note(e, note)
+                add_note(e, note)
                 raise
             raise KernelError(f"{note}: {e}") from e
 
     return call
 
 
-def _add_note(error: BaseException, note: str) -> None:
+def add_note(error: BaseException, note: str) -> None:
     """Add a line below the error's message; before Python 3.11, which has notes, to the message."""
-    add_note = getattr(error, "add_note", None)
-    if add_note is not None:
-        add_note(note)
+    add = getattr(error, "add_note", None)
+    if add is not None:
+        add(note)
     else:
         error.args = ("\n".join(filter(None, (*map(str, error.args), note))),)
 

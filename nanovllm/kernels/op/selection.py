@@ -32,8 +32,9 @@ from nanovllm.kernels.op.priority import (
     reject_unknown_providers,
     wanted_providers,
 )
-from nanovllm.kernels.op.provider import NATIVE, Provider, bind
+from nanovllm.kernels.op.provider import NATIVE, Provider, add_note, bind
 from nanovllm.kernels.op.registry import all_ops
+from nanovllm.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class Kernels:
             for provider, ops in groups.items() if provider != NATIVE
         ]  # fmt: skip
         if count := len(groups.get(NATIVE, ())):
-            other = " other" if lines else ""
-            lines.append(f"{NATIVE:{width}}{count}{other} {'op' if count == 1 else 'ops'}: PyTorch references")
+            noun = "other op" if lines else "op"
+            lines.append(f"{NATIVE:{width}}{counted(count, noun)}: PyTorch references")
         return "\n".join([*lines, "`.providers` names the provider of every op."])
 
     __repr__ = __str__
@@ -111,18 +112,16 @@ class Kernels:
     def summary(self) -> str:
         """The providers in use, `native` last, for example "cpu (decoder_step, sample), native (43 ops)"."""
         return ", ".join(
-            f"{provider} ({', '.join(ops) if len(ops) <= 2 and provider != NATIVE else f'{len(ops)} ops'})"
+            f"{provider} ({', '.join(ops) if len(ops) <= 2 and provider != NATIVE else counted(len(ops), 'op')})"
             for provider, ops in self._groups().items()
         )
 
     def name_plugins(self, error: Exception) -> None:
         """Below an error's message, name the plugins that run: a wrong shape or dtype of theirs may be the cause."""
         foreign = [f"{op} by {p.name}, of {p.origin}" for op, (p, _) in self._chosen.items() if p.origin is not None]
-        if foreign and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(
-                f"This engine runs kernels of yours: {'; '.join(foreign)}. `nanovllm kernels verify OP --kernel-plugin"
-                " FILE` compares their results with the reference."
-            )
+        if foreign:
+            how = "`nanovllm kernels verify OP --kernel-plugin FILE` compares their results with the reference."
+            add_note(error, f"This engine runs kernels of yours: {'; '.join(foreign)}. {how}")
 
     def _groups(self) -> dict[str, list[str]]:
         """provider -> its ops, most ops first, but `native` last."""

@@ -14,6 +14,7 @@ import os
 import torch
 
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV
+from nanovllm.wording import counted
 
 ENVIRONMENT_VARIABLE = "NANOVLLM_CHECK"
 FP8 = torch.float8_e4m3fn
@@ -73,7 +74,7 @@ def check_attention(
     if not kv.num_kv_heads:
         raise ValueError(f"k_cache: expected at least one KV head, got {list(kv.k_cache.shape)}")
     if q.shape[1] % kv.num_kv_heads:
-        raise ValueError(f"q: expected a multiple of the cache's {kv.num_kv_heads} heads, got {q.shape[1]} heads")
+        raise ValueError(f"q: expected a multiple of the cache's {kv.num_kv_heads} heads, got {q.shape[1]}")
     lens, table = kv.context_lens, kv.block_table
     if lens.dtype != torch.int32 or lens.dim() != 1 or not lens.is_contiguous():
         raise ValueError(f"context_lens: expected contiguous int32 [num_seqs], got {_describe(lens)}")
@@ -188,7 +189,7 @@ def check_attention_values(kv: PagedKV, *, least: int = 0, positions: int | None
     num_blocks, block_size = kv.k_cache.shape[:2]
     table, lens = kv.block_table.cpu(), kv.context_lens.cpu()
     room = table.shape[1] * block_size
-    bound, what = room, f"{table.shape[1]} blocks of {block_size} in block_table"
+    bound, what = room, f"{counted(table.shape[1], 'block')} of {block_size} in block_table"
     if kv.max_context_len < bound:
         bound, what = kv.max_context_len, f"max_context_len={kv.max_context_len}"
     if positions is not None and positions < bound:
@@ -258,7 +259,7 @@ def check_slots(slot_mapping: torch.Tensor, k_cache: torch.Tensor) -> None:
         slot = int(slot_mapping[i])
         raise ValueError(
             f"slot_mapping: token {i} has slot {slot} (block {slot // k_cache.shape[1]}), expected 0 to {slots - 1} "
-            f"({k_cache.shape[0]} blocks of {k_cache.shape[1]})"
+            f"({counted(k_cache.shape[0], 'block')} of {k_cache.shape[1]})"
         )
 
 

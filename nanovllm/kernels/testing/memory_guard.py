@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels.op.inputs import Arguments
+from nanovllm.wording import counted
 
 _ALIGNMENT = 64
 """Bytes: what PyTorch aligns tensors to on a CPU."""
@@ -101,7 +102,8 @@ class MemoryGuard(TorchDispatchMode):
             elements = byte // dtype.itemsize + 1
             where = "past the end" if after else "before the beginning"
             beyond = "after its last" if after else "before its first"
-            return f"wrote {where} of a {dtype} allocation, {elements} elements {beyond}: a store without a mask?"
+            distance = counted(elements, "element")
+            return f"wrote {where} of a {dtype} allocation, {distance} {beyond}: a store without a mask?"
         return None
 
     def _memory(

@@ -16,6 +16,7 @@ from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.testing.crash_report import what_failed
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
 from nanovllm.kernels.testing.race_watch import race_watch
+from nanovllm.wording import are, counted
 
 _FEW, _ROW, _LARGE = 8, 16, 3.0
 
@@ -130,7 +131,7 @@ def _unlike_results(got: Any, wanted: int) -> str | None:
     if other is not None:
         inside = "" if results[0] is got else f" in a {type(got).__name__}"
         return f"returned a {type(other).__name__}{inside} instead of {tensors}"
-    return None if len(results) == wanted else f"returned {len(results)} tensors instead of {tensors}"
+    return None if len(results) == wanted else f"returned {counted(len(results), 'tensor')} instead of {tensors}"
 
 
 def verify_case(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
@@ -199,10 +200,9 @@ def _describe_worst(what: str, error: torch.Tensor, got: torch.Tensor, want: tor
     at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
     wrong = int((error > 1).sum())
     if error.dim() < want.dim():
-        return f"{what} {list(at)}; {wrong} of {error.numel()} rows are wrong"
-    return (
-        f"{what} {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {wrong} of {error.numel()} elements are wrong"
-    )
+        return f"{what} {list(at)}; {wrong} of {error.numel()} rows {are(wrong)} wrong"
+    counts = f"{wrong} of {error.numel()} elements {are(wrong)} wrong"
+    return f"{what} {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {counts}"
 
 
 def _errors(

@@ -45,7 +45,13 @@ def test_the_kernels_of_an_engine_are_few_lines_whose_ops_are_those_with_a_custo
     assert max(map(len, lines)) <= 80 and lines[0].startswith("triton    op_00, op_01,") and lines[1].endswith("op_19")
     assert lines[2:-1] == ["<onednn>  linear", "native    2 other ops: PyTorch references"]
     assert kernels.summary() == "triton (20 ops), <onednn> (linear), native (2 ops)"
-    page = kernels._repr_html_()
+    kernels = Kernels({"softmax": (Provider(NATIVE, double), double)})
+    assert kernels.summary() == "native (1 op)" and str(kernels).startswith("native  1 op: PyTorch references\n")
+
+
+def test_the_kernels_of_an_engine_as_a_table_of_a_notebook():
+    names = {"linear": "<onednn>", "softmax": NATIVE, "sample": NATIVE}
+    page = Kernels({op: (Provider(name, double), double) for op, name in names.items()})._repr_html_()
     assert "<td>&lt;onednn&gt;</td>" in page and "<summary>2 PyTorch references</summary>sample, softmax<" in page
 
 

@@ -197,6 +197,18 @@ def test_a_kernel_that_fails_says_where_and_is_not_replaced(rms_norm, monkeypatc
             assert error.value is raised and "\n".join((str(raised), *getattr(raised, "__notes__", ()))).endswith(note)
 
 
+def test_before_python_3_11_the_message_names_the_plugins(rms_norm, monkeypatch):
+    class Old(AttributeError):
+        add_note = None
+
+    monkeypatch.setitem(rms_norm.providers, "mine", Provider("mine", double_rows, origin="my_kernels.py"))
+    kernels = resolve_kernels(CPU, True, {"rms_norm": ["mine"]})
+    error = Old("'NoneType' object has no attribute 'shape'")
+    kernels.name_plugins(error)
+    first, second = str(error).split("\n")
+    assert first.startswith("'NoneType'") and "kernels of yours: rms_norm by mine, of my_kernels.py. " in second
+
+
 def test_the_reference_that_fails_in_place_of_a_choosy_provider_names_itself(rms_norm, monkeypatch):
     monkeypatch.setitem(rms_norm.providers, "choosy", Provider("choosy", double_rows, accepts=lambda *args: "never"))
     x, _, eps = ROWS
