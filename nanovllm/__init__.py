@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.early_exit import leaving_scripts_at_once
+
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
@@ -13,13 +15,15 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # PyTorch takes seconds to import: `nanovllm --help` does without, and Ctrl-C is answered before.
+    # PyTorch takes seconds to import: `nanovllm --help` does without.
     if name == "LLM":
-        from nanovllm.llm import LLM
+        with leaving_scripts_at_once():
+            from nanovllm.llm import LLM
 
         return LLM
     if name == "AsyncLLM":
-        from nanovllm.async_llm import AsyncLLM
+        with leaving_scripts_at_once():
+            from nanovllm.async_llm import AsyncLLM
 
         return AsyncLLM
     if name in ("SamplingParams", "StructuredOutputs"):

@@ -7,6 +7,9 @@ import os
 import signal
 import stat
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
@@ -23,6 +26,41 @@ def leave_at_once(name: str) -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _Leave(name))
+
+
+@contextmanager
+def leaving_scripts_at_once() -> Iterator[None]:
+    """Within the block, which imports PyTorch, Ctrl-C ends a script with one line, as it ends a command.
+
+    PyTorch's C++ code may drop a KeyboardInterrupt or abort the process, and where it does not, fifty lines of imports
+    are shown. This is for a script that imports the package itself, in its main thread, without a handler of its own.
+    Elsewhere a KeyboardInterrupt stays one: in a framework that imports its user's modules, at a prompt of Python, in a
+    notebook, and after the block.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    script = _importing_script()
+    if script is None or not is_main or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, _Leave(os.path.basename(script)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _importing_script() -> str | None:
+    """The file that Python runs, if an import statement in it has led here."""
+    frame = sys._getframe()
+    while frame.f_back and frame.f_globals.get("__name__") in (__name__, "nanovllm", "contextlib", _IMPORTS):
+        frame = frame.f_back
+    has_prompt = hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules
+    name, file = (frame.f_globals.get(key) for key in ("__name__", "__file__"))
+    return file if name == "__main__" and not has_prompt else None
+
+
+_IMPORTS = "importlib._bootstrap"
 
 
 class QuickExit:

@@ -45,6 +45,42 @@ def test_a_program_that_is_interrupted_while_it_imports_says_one_line(name, modu
     assert (process.returncode, err.strip()) == (130, f"{name}: interrupted")
 
 
+USERS = """
+import signal
+{before}
+from nanovllm import LLM, SamplingParams
+assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+signal.raise_signal(signal.SIGINT)
+"""
+CLEANS_UP = "signal.signal(signal.SIGINT, lambda *_: exit('the script cleans up'))"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
+@pytest.mark.parametrize("options, before, code, said", [
+    ([], "", 130, "run.py: interrupted"),
+    (["-i"], "", None, "KeyboardInterrupt"),
+    ([], CLEANS_UP, 1, "the script cleans up"),
+    ([], "import framework", None, "KeyboardInterrupt"),
+])  # fmt: skip
+def test_a_users_script_that_is_interrupted_while_it_imports(options, before, code, said, tmp_path):
+    (tmp_path / "torch.py").write_text(SLOW.replace("a KeyboardInterrupt reached the module", "it reached the module"))
+    (tmp_path / "framework.py").write_text("from nanovllm import LLM")
+    (tmp_path / "run.py").write_text(USERS.format(before=before))
+    process = popen([*options, str(tmp_path / "run.py")], tmp_path, stdin=subprocess.DEVNULL)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert code in (None, process.returncode) and said in err.strip().splitlines()
+    assert ("Traceback" in err) == (said == "KeyboardInterrupt")
+
+
+def test_a_users_script_gets_a_keyboard_interrupt_once_the_engine_is_imported(tmp_path):
+    (tmp_path / "nanovllm_is_imported.py").write_text(USERS.format(before="import torch"))
+    process = popen([str(tmp_path / "nanovllm_is_imported.py")], tmp_path)
+    out, err = process.communicate(timeout=240)
+    assert err.strip().endswith("KeyboardInterrupt") and "raise_signal" in err and "AssertionError" not in err
+
+
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_interrupt_after_the_imports_is_a_keyboard_interrupt(loaded, tmp_path):
     (tmp_path / "torch.py").write_text("")
