@@ -36,6 +36,7 @@ from tests.kernels.cuda.checks import (
     make,
     nvcc,
     replayed,
+    resources_of_kernels,
     views_of_1024_columns,
 )
 
@@ -88,14 +89,14 @@ def test_values(kind, rows, size, device, launches):
 @pytest.mark.parametrize("rows, size", [(24570, 1408), (24570, 1536), (6140, 4096), (4096, 12288)])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
-    """Blocks of 192 and of 64 rows, an odd and an even number of steps, alone, gated and as sums.
+    """Blocks of 192 and of 64 rows, an odd and an even number of them and of steps, alone, gated and as sums.
 
-    x in order has room for 32, 64 or 128 tokens. No result may depend on what is there of tokens that x does not have.
+    x has room for 32, 64 or 128 tokens. No result may depend on what is behind its tokens and columns: NaN here.
     """
     operands, values = make("int4", rows, size, hopper, zeros=zeros)
     sums = rows == 4096
     for tokens in (17, 32, 33, 64, 100, 128):
-        x = torch.randn(tokens, size, dtype=BF16, device=hopper)
+        x = torch.full((tokens + 128, size + 128), torch.nan, dtype=BF16, device=hopper)[:tokens, :size].normal_()
         if sums:
             weight = products._operands(x, *operands, sums=True)
             first = products._run(x, weight, None, sums=True)
@@ -209,6 +210,16 @@ def test_any_strides(device, launches):
 
 
 @pytest.mark.gpu
+def test_any_strides_of_many_tokens(hopper, launches):
+    operands, values = make("int4", 24576, 1024, hopper)
+    large = torch.randn(40, 3000, dtype=BF16, device=hopper)
+    same = large[:1, :1024].expand(40, -1)
+    for x in (large[:, 8:1032], large[:, 3:1027], same, large.view(20, 2, 3000)[..., :1024], large.t()[:1024].t()):
+        check(product(x, operands).view(40, -1), x.reshape(40, 1024), values)
+    assert len(launches) == 5
+
+
+@pytest.mark.gpu
 def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
     x = torch.randn(17, 1024, dtype=BF16, device=device)
     for operands, values, call in (
@@ -302,6 +313,16 @@ def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
     copied = wide or source.startswith("ring")
     load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
     check_machine_code(Path(library.FOLDER) / f"{source}.cu", "sm_90a", tmp_path, [product], load)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["wide", "wide_zero"])
+def test_registers_of_many_tokens(source, tmp_path):
+    """None is spilled. With 32 tokens the kernel that adds sums and norms has room beside a block."""
+    usage = resources_of_kernels(Path(library.FOLDER) / f"{source}.cu", "sm_90a", tmp_path)
+    assert all(stack == spilled == 0 for _, stack, spilled in usage.values())
+    small = [registers for name, (registers, *_) in usage.items() if "Lb0ELi32E" in name or "Lb1ELi32E" in name]
+    assert small and max(small) <= 96
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 // The product as a PyTorch operator. nanovllm.kernels.cuda.packed.products has checked its arguments and made the plan.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -28,7 +27,7 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
   TORCH_CHECK_VALUE(numbers.size() == 26, "numbers: expected 26");
   const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
   const auto u = [&](int i) { return static_cast<uint32_t>(numbers[i]); };
-  Product p{
+  const Product p{
       x.const_data_ptr(), static_cast<const uint8_t*>(weight.const_data_ptr()), data(scale),
       static_cast<const uint8_t*>(data(zero)), data(bias), y.mutable_data_ptr(), numbers[0], u(1), u(2), u(3), u(4), u(5),
       u(6), n(7), n(8), n(9), n(10), n(11), n(12), n(13), n(14), n(15), n(16),
@@ -46,10 +45,7 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
     if (how.fragments == 0) {
       error = int4_product(p, how, real, real_of(*scale), zeros, stream);
     } else if (how.fragments == 4) {
-      const at::Tensor ordered = at::empty({int64_t(p.steps) * 128 * wide_width(p.tokens)}, x.options());
-      error = order_x(p, ordered.mutable_data_ptr(), stream);
-      p.x = ordered.const_data_ptr();
-      if (error == cudaSuccess) error = (zeros ? wide_zero_product : wide_product)(p, how, real, real_of(*scale), stream);
+      error = (zeros ? wide_zero_product : wide_product)(p, how, real, real_of(*scale), stream);
     } else {
       TORCH_CHECK_VALUE(real == Real::bfloat16 && !zeros, "x: expected bfloat16, and no zero points, with this plan");
       error = (how.fragments == 8 ? box_int4_product : ring_int4_product)(p, how, real_of(*scale), stream);

@@ -57,15 +57,14 @@ constexpr int MAX_TOKENS = 16;
 constexpr int RING_STAGES = 6;  // ring: steps of a warp whose weights are on their way
 constexpr int RING_WARPS = 12;  // ring: of a block, at most
 constexpr int WIDE_TOKENS = 128;
-constexpr int WIDE_STAGES = 6;  // wide: steps of a warp whose weights are on their way
-// Tokens that x has in its order, a power of two.
+constexpr int WIDE_STAGES = 8;  // wide: steps of a warp whose weights are on their way
+// Tokens that x has room for in shared memory, a power of two.
 constexpr int wide_width(int tokens) { return tokens <= 32 ? 32 : tokens <= 64 ? 64 : 128; }
 constexpr int BOX_WARPS = 16;  // boxes: of a block
 
 // Enqueue the product for x of type `x` and scales of type `scale`. The sources hold one storage each.
 cudaError_t int4_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
-// int4 and int4_zero, on Hopper, for x as `order_x` leaves it: [columns / 128][16][wide_width(tokens)][8]
-cudaError_t order_x(const Product&, void* ordered, cudaStream_t);
+// int4 and int4_zero, on Hopper
 cudaError_t wide_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);
 cudaError_t wide_zero_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);
 cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);

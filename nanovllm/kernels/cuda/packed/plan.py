@@ -15,7 +15,7 @@ _RING_SHARED_BYTES = 113 * 1024
 """Of a block of that kernel, at most, with up to 8 warps and 8 tokens: two have room. Others have twice as much."""
 WIDE_TOKENS = 128
 """Of the kernel of wide.cuh, at most."""
-WIDE_STAGES = 6
+WIDE_STAGES = 8
 """Steps of a warp whose weights are on their way in that kernel; as in packed.cuh."""
 _WIDE_GROUPS = 1 << 17
 """Groups of 128 columns that a weight has at least for that kernel."""
@@ -136,7 +136,7 @@ def _plan_wide_ring(rows: int, groups: int, multiprocessors: int, sums: bool) ->
 
 
 def wide_width(tokens: int) -> int:
-    """For how many tokens that kernel has x in its order; as in packed.cuh."""
+    """For how many tokens x has room in that kernel; as in packed.cuh."""
     return max(32, 1 << (tokens - 1).bit_length())
 
 
@@ -146,7 +146,7 @@ def wide_plan(tokens: int, columns: bool, splits: int = 1) -> PackedCudaPlan:
     """
     width = wide_width(tokens)
     if columns:
-        groups, stages = {32: (3, 12), 64: (3, 9), 128: (2, 4)}[width]
+        groups, stages = {32: (3, 12), 64: (3, 6), 128: (2, 4)}[width]
         return PackedCudaPlan(1, 4 * groups + 1, splits, 4, stages)
     return PackedCudaPlan(3, 13, splits, 4, 8 if width <= 64 else 2)
 

@@ -184,7 +184,7 @@ def _run(
 ) -> torch.Tensor:  # fmt: skip
     """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]. plan: replaces the one made."""
     x, _, stride = matrix_of(x)
-    if stride % 8 or x.data_ptr() % 16:
+    if stride % 8 or x.data_ptr() % 16 or stride < x.shape[-1]:
         x = x.clone(memory_format=torch.contiguous_format)
         stride = x.shape[-1]
     (rows, _), size = w.codes.shape, x.shape[-1]

@@ -1,22 +1,28 @@
 // The kernel of int4 for Hopper: a warpgroup decodes 64 rows in registers, `wgmma` multiplies them with all tokens.
 //
 // A block has GROUPS warpgroups that multiply, of which COLUMNS share rows, and one warp that copies x. Decoded weights are the
-// first operand, in the registers in which product.cuh has them. x is the second, in shared memory. A kernel in front has
-// brought it into the order in which `wgmma` reads it, so one bulk copy brings a stage. Stages pass between the warps through
-// barriers.
+// first operand. x is the second, in shared memory, as a tensor map brings it: 64 columns of all tokens, swizzled by 128 bytes.
+// Eight columns in a row belong to four lanes there, two to each. These are a byte of a weight. So a lane needs a byte of each
+// word of its row, and the four lanes that share a row read all of it. Stages pass between the warps through barriers.
+//
+// Two neighbouring blocks are a cluster: each copies a half of a stage of x to both, so that L2 is read half as often. A stage
+// is free when the warps of both have read it.
 //
 // Copies may end in another order than they began. A barrier only tells a phase from the one before it. So the number of stages
 // is a multiple of COLUMNS: then the same warpgroups read a stage each time. It is at least twice that number, for a warpgroup
 // frees a stage when it has begun with its next one.
 //
-// Weights go through a ring as in ring.cuh: a lane copies what it will read itself. They are asked for before the kernel in
-// front has ended.
+// Weights go through a ring of shared memory that a warp has for itself. They are asked for before the kernel in front has
+// ended.
 #pragma once
 
 #include "box_machine.cuh"
 #include "ring.cuh"
+#include "tensor_map.cuh"
 
 namespace nanovllm::packed {
+
+constexpr int WIDE_CLUSTER = 2;  // blocks, 1 or 2
 
 // D [64 rows, N tokens] += A B^T, for A [64, 16] in registers and B [N, 16] in shared memory.
 template <typename T, int N>
@@ -54,44 +60,67 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 
-__device__ __forceinline__ uint64_t descriptor(uint32_t low) {  // of x: groups of 8 tokens are 128 bytes apart
+__device__ __forceinline__ uint64_t descriptor(uint32_t low) {  // of x: swizzled by 128 bytes, 8 tokens are 1024 bytes
   uint64_t d;
-  asm("mov.b64 %0, {%1, 8};" : "=l"(d) : "r"(low));
+  asm("mov.b64 %0, {%1, 0x40000040};" : "=l"(d) : "r"(low));
   return d;
 }
 
-__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-               "r"(bytes), "r"(barrier)
-               : "memory");
+// A box, and a count of its bytes, to the same places of all blocks of a cluster.
+__device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, int a, int b, int c, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(a), "r"(b), "r"(c), "r"(barrier), "h"(uint16_t((1 << WIDE_CLUSTER) - 1))
+      : "memory");
 }
+__device__ __forceinline__ uint32_t place_in_block(uint32_t at, uint32_t block) {  // of the cluster
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(at), "r"(block));
+  return there;
+}
+__device__ __forceinline__ void barrier_arrive_there(uint32_t at) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void warp_barrier() { asm volatile("bar.warp.sync 0xffffffff;" ::: "memory"); }
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t a, uint32_t b) {
   uint32_t v;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
 }
 
-// As SCALE_FACTOR and SCALED_UNIT, with room for scales of bfloat16 up to 2^42.
-constexpr float WIDE_FACTOR = 0x1p85f, WIDE_UNIT = 0x1p-48f;
+// An integer's bits are a subnormal bfloat16 number: 2^-133 times it, and 16 times that from the high half of a byte. A weight
+// becomes 2^-48 times itself, with room for scales of bfloat16 up to 2^42.
+constexpr float WIDE_UNIT = 0x1p-48f;
+constexpr uint32_t WIDE_FACTORS = 0x68006a00;  // 2^85, of the high half 2^81
+constexpr uint32_t WIDE_MIDDLE = 0xa900a900;   // -8 * WIDE_UNIT
+
+// For so many threads a multiprocessor has registers. With 96 each the kernel that adds sums and norms has room beside a block.
+constexpr int wide_bound(int n, int groups) { return n == 32 ? 640 : groups * 128 + 32; }
 
 // PAIRS: two steps pass through a stage at once, and their scales are neighbours. Else one does.
 template <typename T, typename SCALE, bool ZERO, int N, int GROUPS, int COLUMNS, bool PAIRS>
-__global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid_constant__ Product p) {
+__global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(wide_bound(N, GROUPS), 1)
+    wide_kernel(const __grid_constant__ Product p, const __grid_constant__ CUtensorMap x_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool FAST = Half<T>::bf16 && !ZERO;  // one fma scales a pair, else it is made an exact integer first
   static_assert(FAST || !PAIRS);
+  constexpr bool AHEAD = N <= 64;  // weights are read from shared memory before the last ones are decoded: it takes registers
   constexpr int STEPS = PAIRS ? 2 : 1;  // of a unit, which is what passes through a stage at once
   constexpr int RING = WIDE_STAGES / STEPS, ROW_GROUPS = GROUPS / COLUMNS;
   constexpr uint32_t STEP_BYTES = N * 256, STAGE_BYTES = STEPS * STEP_BYTES, SLOT_BYTES = STEPS * 1024;
-  extern __shared__ __align__(128) uint8_t shared[];
+  extern __shared__ __align__(1024) uint8_t shared[];
 
   const int lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5, 0);  // uniform, as the compiler then knows
   const int stages = p.phase_turns / STEPS;
   const int first_step = blockIdx.y * p.split_steps, units = min(p.split_steps, p.steps - first_step) / STEPS;
   const int turns = (units + COLUMNS - 1) / COLUMNS;  // a column group has so many adjacent units
-  // Units pass through the stages in turns, one of each group. Blocks begin with different ones: else all would read the same
+  // Units pass through the stages in turns, one of each group. Clusters begin with different ones: else all would read the same
   // part of x from L2 at the same time.
-  const int first_turn = blockIdx.x % turns;
+  const int first_turn = blockIdx.x / WIDE_CLUSTER % turns, block = blockIdx.x % WIDE_CLUSTER;
   auto unit_of = [&](int turn) { return turn + first_turn < turns ? turn + first_turn : turn + first_turn - turns; };
 
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -100,18 +129,20 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
       barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, ROW_GROUPS * 4);
+      barrier_init(empty + s * 8, WIDE_CLUSTER * ROW_GROUPS * 4);
     }
     barriers_are_ready();
   }
+  __syncwarp();
+  cluster_arrive();
   launch_dependents();
 
   if (warp >= GROUPS * 4) {
-    __syncthreads();
+    prefetch_map(&x_map);
+    cluster_wait();
     if (lane > 0) return;
     wait_for_dependencies();
     asm volatile("fence.proxy.async;" ::: "memory");  // x was written by ordinary stores
-    const uint8_t* x = static_cast<const uint8_t*>(p.x) + int64_t(first_step) * STEP_BYTES;
     int stage = 0;
     uint32_t parity = 1;
     for (int turn = 0; turn < turns; ++turn) {
@@ -120,7 +151,9 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid
         barrier_wait(empty + stage * 8, parity);
         if (unit < units) {
           barrier_expect(full + stage * 8, STAGE_BYTES);
-          copy_bulk(x_shared + stage * STAGE_BYTES, x + int64_t(unit) * STAGE_BYTES, STAGE_BYTES, full + stage * 8);
+          constexpr int BOXES = 2 * STEPS / WIDE_CLUSTER;  // of 64 columns
+          const uint32_t to = x_shared + stage * STAGE_BYTES + block * (BOXES * N * 128);
+          copy_box_to_all(to, &x_map, 0, 0, 2 * (first_step + unit * STEPS) + block * BOXES, full + stage * 8);
         } else {
           barrier_arrive(full + stage * 8);
         }
@@ -147,13 +180,15 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid
     scale_at[h] = r * p.scale_stride;
     scale_from[h] = static_cast<const uint8_t*>(p.scale) + uint64_t(scale_at[h] + step) * 2;
   }
-  const uint32_t lane_ring = ring + warp * (RING * SLOT_BYTES) + lane * 16;
+  // A row of a step is four pieces of 16 bytes, of which piece i is where i ^ (g >> 1) would be: four rows are in all banks.
+  const uint32_t warp_ring = ring + warp * (RING * SLOT_BYTES);
+  const uint32_t copy_at = g * 64 + (t ^ (g >> 1)) * 16, read_at = g * 64 + (g >> 1) * 16;
   auto copy = [&](uint32_t slot) {  // the next unit's weights
     if (copied < mine) {
 #pragma unroll
       for (int e = 0; e < STEPS; ++e) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) copy16(slot + e * 1024 + h * 512, from[h] + e * 64);
+        for (int h = 0; h < 2; ++h) copy16(slot + copy_at + e * 1024 + h * 512, from[h] + e * 64);
       }
       ++copied;
       ++copy_unit;
@@ -187,15 +222,20 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid
   };
 
 #pragma unroll
-  for (int d = 0; d < RING; ++d) copy(lane_ring + d * SLOT_BYTES);
+  for (int d = 0; d < RING - 1; ++d) copy(warp_ring + d * SLOT_BYTES);
   if (mine > 0) load_scales();
-  __syncthreads();
+  const uint32_t empty_there = place_in_block(empty, lane % WIDE_CLUSTER);
+  auto release = [&](int stage) {
+    if (lane < WIDE_CLUSTER) barrier_arrive_there(empty_there + stage * 8);
+  };
+  cluster_wait();
   wait_for_dependencies();
 
   float acc[1][N / 8][4] = {};
   auto& sums = reinterpret_cast<float(&)[N / 2]>(acc);
   uint32_t a[2][2][4];  // of two words, two products each
-  uint32_t slot = lane_ring;
+  const uint32_t my_byte = 0x4040 + t * 0x0101;  // in both halves of a register, below zeros
+  uint32_t slot = warp_ring, read_slot = warp_ring + (RING - 1) * SLOT_BYTES;
   int stage = column_group, read_stage = -1;  // read_stage: of products under way
   uint32_t parity = 0;
 #pragma unroll 1
@@ -203,74 +243,82 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid
     if (COLUMNS > 1 && unit_of(turn) >= mine) {  // none: x is not there, but the stage passes
       barrier_wait(full + stage * 8, parity);
       wgmma_wait<0>();
-      if (read_stage >= 0 && lane == 0) barrier_arrive(empty + read_stage * 8);
-      if (lane == 0) barrier_arrive(empty + stage * 8);
+      if (read_stage >= 0) release(read_stage);
+      release(stage);
       read_stage = -1;
     } else {
-      wait_groups<RING - 1>();
-      uint4 words[STEPS][2];
+      wait_groups<RING - 2>();
+      warp_barrier();  // all lanes' weights are there, and all have read those of the last turn
+      copy(read_slot);
+      uint4 words[AHEAD ? 2 : 1][2];  // 16 bytes of two rows, and the next 16
+      auto read = [&](int piece) {
 #pragma unroll
-      for (int e = 0; e < STEPS; ++e) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) words[e][h] = load_shared(slot + e * 1024 + h * 512);
-      }
-      copy(slot);
-      slot = slot == lane_ring + (RING - 1) * SLOT_BYTES ? lane_ring : slot + SLOT_BYTES;
-      uint32_t scale2[STEPS][2][2], offset[STEPS][2];  // scale2: of even and odd pairs
+        for (int h = 0; h < 2; ++h) {
+          words[AHEAD ? piece & 1 : 0][h] = load_shared(((slot + read_at) ^ (piece & 3) * 16) + (piece >> 2) * 1024 + h * 512);
+        }
+      };
+      read(0);
+      uint32_t scale2[STEPS][2], offset[STEPS][2];
 #pragma unroll
       for (int e = 0; e < STEPS; ++e) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float v = Half<SCALE>::widen_bits(e > 0 ? scale[h] >> 16 : PAIRS ? scale[h] & 0xffff : scale[h]);
-          scale2[e][h][0] = Half<T>::pair(FAST ? v * WIDE_FACTOR : v);
-          if constexpr (FAST) {  // powers of two: exact
-            scale2[e][h][1] = multiply_pair(scale2[e][h][0], 0x3d803d80);  // 1 / 16
-            offset[e][h] = multiply_pair(scale2[e][h][0], 0x80088008);     // -8 * WIDE_UNIT / WIDE_FACTOR
+          uint32_t pair;
+          if constexpr (Half<T>::bf16 == Half<SCALE>::bf16) {
+            pair = __byte_perm(scale[h], 0, e > 0 ? 0x3232 : 0x1010);
           } else {
-            scale2[e][h][1] = scale2[e][h][0];
-            offset[e][h] = offset_of<T, true>(ZERO ? zero[h] : p.middle);
+            pair = Half<T>::pair(Half<SCALE>::widen_bits(e > 0 ? scale[h] >> 16 : scale[h] & 0xffff));
           }
+          scale2[e][h] = FAST ? multiply_pair(pair, WIDE_FACTORS) : pair;  // powers of two: exact
+          offset[e][h] = FAST ? multiply_pair(pair, WIDE_MIDDLE) : offset_of<T, true>(ZERO ? zero[h] : p.middle);
         }
       }
       load_scales();
 
       barrier_wait(full + stage * 8, parity);
-      // No swizzle: 8 tokens of a chunk are 128 bytes in a row. The next chunk is N * 16 bytes on, the next 8 tokens 128.
-      const uint32_t x = (x_shared + stage * STAGE_BYTES) >> 4 | N << 16;
+      const uint32_t x = (x_shared + stage * STAGE_BYTES) >> 4;
 #pragma unroll
       for (int e = 0; e < STEPS; ++e) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
+          if (AHEAD && 4 * e + j + 1 < 4 * STEPS) read(4 * e + j + 1);
           wgmma_wait<1>();  // the products that read a[j & 1]
-          if (e == 0 && j == 1 && read_stage >= 0 && lane == 0) barrier_arrive(empty + read_stage * 8);
+          if (e == 0 && j == 1 && read_stage >= 0) release(read_stage);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const uint4& w = words[e][h];
-            const uint32_t word = j == 0 ? w.x : j == 1 ? w.y : j == 2 ? w.z : w.w;
+            const uint4& w = words[AHEAD ? j & 1 : 0][h];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
+              const uint32_t byte = __byte_perm(i == 0 ? w.x : i == 1 ? w.y : i == 2 ? w.z : w.w, 0, my_byte);
               uint32_t value;
               if constexpr (FAST) {
-                value = Half<T>::fma2(bits_of<true>(word, i), scale2[e][h][i & 1], offset[e][h]);
+                value = Half<T>::fma2(byte & 0x00f0000f, scale2[e][h], offset[e][h]);
               } else {
-                value = Half<T>::fma2(decode<T, true>(word, i, offset[e][h]), scale2[e][h][0], 0x80008000u);
+                const uint32_t both = (byte & 0x0000000f) | (byte >> 4 & 0x000f0000);
+                value = Half<T>::fma2(decode<T, true>(both, 0, offset[e][h]), scale2[e][h], 0x80008000u);
               }
               a[j & 1][i >> 1][2 * (i & 1) + h] = value;
             }
           }
+          if (!AHEAD && j < 3) read(j + 1);
           wgmma_fence();
-          Wgmma<T, N>::multiply(sums, a[j & 1][0], descriptor(x + (16 * e + 4 * j) * N));
-          Wgmma<T, N>::multiply(sums, a[j & 1][1], descriptor(x + (16 * e + 4 * j + 2) * N));
+          const uint32_t x_j = x + (2 * e + (j >> 1)) * (N * 8) + (j & 1) * 4;  // 64 columns of a token are 128 bytes
+          Wgmma<T, N>::multiply(sums, a[j & 1][0], descriptor(x_j));
+          Wgmma<T, N>::multiply(sums, a[j & 1][1], descriptor(x_j + 2));
           wgmma_commit();
         }
       }
       read_stage = stage;
+      read_slot = slot;
+      slot = slot == warp_ring + (RING - 1) * SLOT_BYTES ? warp_ring : slot + SLOT_BYTES;
     }
     stage += COLUMNS;
     if (stage >= stages) stage -= stages, parity ^= 1;
   }
   wgmma_wait<0>();
-  if (read_stage >= 0 && lane == 0) barrier_arrive(empty + read_stage * 8);
+  if (read_stage >= 0) release(read_stage);
+  __syncwarp();
+  cluster_arrive();
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) {
     asm volatile("" : "+f"(sums[i]));  // ready
@@ -280,6 +328,8 @@ __global__ void __launch_bounds__(GROUPS * 128 + 32, 1) wide_kernel(const __grid
   auto barrier = [] { asm volatile("bar.sync 1, %0;" ::"n"(GROUPS * 128) : "memory"); };
   if (!add_column_warps(acc, shared, row_group * 4 + (warp & 3), column_group, COLUMNS, barrier)) return;
   store_results<T>(p, acc, [&](int, int h) { return row[h]; });
+  __syncwarp();
+  cluster_wait();  // the other block's warps have arrived at barriers of this one
 #else
   __trap();  // other GPUs, for which the folder is compiled as well, lack these instructions: it is not launched there
 #endif
@@ -291,20 +341,33 @@ inline bool has_pairs(const Product& p) {
          p.split_steps % 2 == 0;
 }
 
+template <typename T, typename SCALE, bool ZERO, int N, int GROUPS, int COLUMNS, bool PAIRS>
+cudaError_t wide_enqueue(const Product& p, const Launch& how, cudaStream_t stream) {
+  if (encoder() == nullptr) return cudaErrorNotSupported;
+  CUtensorMap map;
+  const cuuint64_t sizes[3] = {64, cuuint64_t(p.tokens), cuuint64_t(p.steps) * 2}, strides[2] = {cuuint64_t(p.x_stride) * 2, 128};
+  const cuuint32_t box[3] = {64, N, (PAIRS ? 4 : 2) / WIDE_CLUSTER};
+  if (!encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B)) {
+    return cudaErrorInvalidValue;
+  }
+  constexpr int ROWS = GROUPS / COLUMNS * 64 * WIDE_CLUSTER;
+  const dim3 blocks((p.rows + ROWS - 1) / ROWS * WIDE_CLUSTER, how.splits);
+  return enqueue_dependent(wide_kernel<T, SCALE, ZERO, N, GROUPS, COLUMNS, PAIRS>, blocks, 32 * how.warps, how.shared_bytes,
+                           stream, p, map);
+}
+
 // COLUMNS: warpgroups that share the columns of 64 rows, where the plan has no three with rows of their own.
 template <typename T, typename SCALE, bool ZERO, int N, int COLUMNS>
 cudaError_t wide_launch(const Product& p, const Launch& how, cudaStream_t stream) {
   constexpr bool MAY_PAIR = Half<T>::bf16 && !ZERO;
   const bool pairs = MAY_PAIR && has_pairs(p);
   if (p.row_warps == 1 && how.warps == COLUMNS * 4 + 1) {
-    const auto kernel = N == 32 && pairs ? wide_kernel<T, SCALE, ZERO, N, COLUMNS, COLUMNS, MAY_PAIR && N == 32>
-                                         : wide_kernel<T, SCALE, ZERO, N, COLUMNS, COLUMNS, false>;
-    return enqueue(kernel, 64, p, how, stream);
+    return N == 32 && pairs ? wide_enqueue<T, SCALE, ZERO, N, COLUMNS, COLUMNS, MAY_PAIR && N == 32>(p, how, stream)
+                            : wide_enqueue<T, SCALE, ZERO, N, COLUMNS, COLUMNS, false>(p, how, stream);
   }
   if (p.row_warps != 3 || how.warps != 13) return cudaErrorInvalidValue;
-  const auto kernel = N <= 64 && pairs ? wide_kernel<T, SCALE, ZERO, N, 3, 1, MAY_PAIR && N <= 64>
-                                       : wide_kernel<T, SCALE, ZERO, N, 3, 1, false>;
-  return enqueue(kernel, 192, p, how, stream);
+  return N <= 64 && pairs ? wide_enqueue<T, SCALE, ZERO, N, 3, 1, MAY_PAIR && N <= 64>(p, how, stream)
+                          : wide_enqueue<T, SCALE, ZERO, N, 3, 1, false>(p, how, stream);
 }
 
 template <typename T, typename SCALE, bool ZERO>
