@@ -291,7 +291,7 @@ def test_plans_of_many_tokens():
         (24576, 32, False, (1, 1, 1), False),
         (151936, 32, False, (1, 1, 1), False),
         (6144, 32, False, (1, 1, 1), True),
-        (4096, 32, True, (4, 4, 6), False),
+        (4096, 32, True, (4, 4, 4), False),
         (4096, 96, True, (6, 6, 6), False),
     ):
         plans = [plan_wide(rows, groups, tokens, 132, sums) for tokens in (17, 64, WIDE_TOKENS)]

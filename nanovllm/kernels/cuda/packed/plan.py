@@ -160,8 +160,7 @@ def plan_wide(rows: int, groups: int, tokens: int, multiprocessors: int, sums: b
         return None
     blocks, small_blocks = -(-rows // 192), -(-rows // 64)
     if sums:
-        least = 2 * _LEAST_STEPS if tokens <= 64 else _LEAST_STEPS
-        splits = max(1, min(multiprocessors // blocks, groups // least))
+        splits = max(1, min(multiprocessors // blocks, groups // (2 * _LEAST_STEPS)))
         waves = -(-blocks * splits // multiprocessors)
         return wide_plan(tokens, False, splits) if 3 * blocks * splits >= 2 * waves * multiprocessors else None
     if 4 * blocks >= 3 * multiprocessors * -(-blocks // multiprocessors):

@@ -5,8 +5,8 @@
 // Eight columns in a row belong to four lanes there, two to each. These are a byte of a weight. So a lane needs a byte of each
 // word of its row, and the four lanes that share a row read all of it. Stages pass between the warps through barriers.
 //
-// Two neighbouring blocks are a cluster: each copies a half of a stage of x to both, so that L2 is read half as often. A stage
-// is free when the warps of both have read it.
+// From 33 tokens on two neighbouring blocks are a cluster: each copies a half of a stage of x to both, so that L2 is read half as
+// often. A stage is free when the warps of both have read it.
 //
 // Copies may end in another order than they began. A barrier only tells a phase from the one before it. So the number of stages
 // is a multiple of COLUMNS: then the same warpgroups read a stage each time. It is at least twice that number, for a warpgroup
@@ -22,7 +22,8 @@
 
 namespace nanovllm::packed {
 
-constexpr int WIDE_CLUSTER = 2;  // blocks, 1 or 2
+template <int N>
+constexpr int WIDE_CLUSTER = N <= 32 ? 1 : 2;  // blocks
 
 // D [64 rows, N tokens] += A B^T, for A [64, 16] in registers and B [N, 16] in shared memory.
 template <typename T, int N>
@@ -67,11 +68,12 @@ __device__ __forceinline__ uint64_t descriptor(uint32_t low) {  // of x: swizzle
 }
 
 // A box, and a count of its bytes, to the same places of all blocks of a cluster.
+template <int BLOCKS>
 __device__ __forceinline__ void copy_box_to_all(uint32_t to, const CUtensorMap* map, int a, int b, int c, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-      "l"(map), "r"(a), "r"(b), "r"(c), "r"(barrier), "h"(uint16_t((1 << WIDE_CLUSTER) - 1))
+      "l"(map), "r"(a), "r"(b), "r"(c), "r"(barrier), "h"(uint16_t((1 << BLOCKS) - 1))
       : "memory");
 }
 __device__ __forceinline__ uint32_t place_in_block(uint32_t at, uint32_t block) {  // of the cluster
@@ -103,12 +105,13 @@ constexpr int wide_bound(int n, int groups) { return n == 32 ? 640 : groups * 12
 
 // PAIRS: two steps pass through a stage at once, and their scales are neighbours. Else one does.
 template <typename T, typename SCALE, bool ZERO, int N, int GROUPS, int COLUMNS, bool PAIRS>
-__global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(wide_bound(N, GROUPS), 1)
+__global__ void __cluster_dims__(WIDE_CLUSTER<N>, 1, 1) __launch_bounds__(wide_bound(N, GROUPS), 1)
     wide_kernel(const __grid_constant__ Product p, const __grid_constant__ CUtensorMap x_map) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool FAST = Half<T>::bf16 && !ZERO;  // one fma scales a pair, else it is made an exact integer first
   static_assert(FAST || !PAIRS);
   constexpr bool AHEAD = N <= 64;  // weights are read from shared memory before the last ones are decoded: it takes registers
+  constexpr int CLUSTER = WIDE_CLUSTER<N>;
   constexpr int STEPS = PAIRS ? 2 : 1;  // of a unit, which is what passes through a stage at once
   constexpr int RING = WIDE_STAGES / STEPS, ROW_GROUPS = GROUPS / COLUMNS;
   constexpr uint32_t STEP_BYTES = N * 256, STAGE_BYTES = STEPS * STEP_BYTES, SLOT_BYTES = STEPS * 1024;
@@ -120,7 +123,7 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(wide_boun
   const int turns = (units + COLUMNS - 1) / COLUMNS;  // a column group has so many adjacent units
   // Units pass through the stages in turns, one of each group. Clusters begin with different ones: else all would read the same
   // part of x from L2 at the same time.
-  const int first_turn = blockIdx.x / WIDE_CLUSTER % turns, block = blockIdx.x % WIDE_CLUSTER;
+  const int first_turn = blockIdx.x / CLUSTER % turns, block = blockIdx.x % CLUSTER;
   auto unit_of = [&](int turn) { return turn + first_turn < turns ? turn + first_turn : turn + first_turn - turns; };
 
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -129,7 +132,7 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(wide_boun
   if (threadIdx.x == 0) {
     for (int s = 0; s < stages; ++s) {
       barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, WIDE_CLUSTER * ROW_GROUPS * 4);
+      barrier_init(empty + s * 8, CLUSTER * ROW_GROUPS * 4);
     }
     barriers_are_ready();
   }
@@ -151,9 +154,9 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(wide_boun
         barrier_wait(empty + stage * 8, parity);
         if (unit < units) {
           barrier_expect(full + stage * 8, STAGE_BYTES);
-          constexpr int BOXES = 2 * STEPS / WIDE_CLUSTER;  // of 64 columns
+          constexpr int BOXES = 2 * STEPS / CLUSTER;  // of 64 columns
           const uint32_t to = x_shared + stage * STAGE_BYTES + block * (BOXES * N * 128);
-          copy_box_to_all(to, &x_map, 0, 0, 2 * (first_step + unit * STEPS) + block * BOXES, full + stage * 8);
+          copy_box_to_all<CLUSTER>(to, &x_map, 0, 0, 2 * (first_step + unit * STEPS) + block * BOXES, full + stage * 8);
         } else {
           barrier_arrive(full + stage * 8);
         }
@@ -224,9 +227,9 @@ __global__ void __cluster_dims__(WIDE_CLUSTER, 1, 1) __launch_bounds__(wide_boun
 #pragma unroll
   for (int d = 0; d < RING - 1; ++d) copy(warp_ring + d * SLOT_BYTES);
   if (mine > 0) load_scales();
-  const uint32_t empty_there = place_in_block(empty, lane % WIDE_CLUSTER);
+  const uint32_t empty_there = place_in_block(empty, lane % CLUSTER);
   auto release = [&](int stage) {
-    if (lane < WIDE_CLUSTER) barrier_arrive_there(empty_there + stage * 8);
+    if (lane < CLUSTER) barrier_arrive_there(empty_there + stage * 8);
   };
   cluster_wait();
   wait_for_dependencies();
@@ -346,12 +349,12 @@ cudaError_t wide_enqueue(const Product& p, const Launch& how, cudaStream_t strea
   if (encoder() == nullptr) return cudaErrorNotSupported;
   CUtensorMap map;
   const cuuint64_t sizes[3] = {64, cuuint64_t(p.tokens), cuuint64_t(p.steps) * 2}, strides[2] = {cuuint64_t(p.x_stride) * 2, 128};
-  const cuuint32_t box[3] = {64, N, (PAIRS ? 4 : 2) / WIDE_CLUSTER};
+  const cuuint32_t box[3] = {64, N, (PAIRS ? 4 : 2) / WIDE_CLUSTER<N>};
   if (!encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B)) {
     return cudaErrorInvalidValue;
   }
-  constexpr int ROWS = GROUPS / COLUMNS * 64 * WIDE_CLUSTER;
-  const dim3 blocks((p.rows + ROWS - 1) / ROWS * WIDE_CLUSTER, how.splits);
+  constexpr int ROWS = GROUPS / COLUMNS * 64 * WIDE_CLUSTER<N>;
+  const dim3 blocks((p.rows + ROWS - 1) / ROWS * WIDE_CLUSTER<N>, how.splits);
   return enqueue_dependent(wide_kernel<T, SCALE, ZERO, N, GROUPS, COLUMNS, PAIRS>, blocks, 32 * how.warps, how.shared_bytes,
                            stream, p, map);
 }
