@@ -1,8 +1,7 @@
 """`python -m tests.docs.translations`: put the English documents' code blocks into their translations, in order.
 
 A translation has the same fenced blocks as its original, byte for byte; the text between them is its own. Where the
-number of
-blocks differs, a person has to look: nothing is written.
+number of blocks differs, a person has to look: nothing is written.
 """
 
 from __future__ import annotations
