@@ -59,6 +59,11 @@ def test_generate_and_chat(smollm2_path, monkeypatch):
     assert run_here("chat").stdout.endswith("> \n")
 
 
+def test_a_prompt_that_is_refused_has_no_heading(smollm2_path):
+    done = run_here("generate", "")
+    assert done.returncode == 1 and "the prompt is empty" in done.stderr and done.stdout == ""
+
+
 def test_an_empty_completion_is_explained(smollm2_path):
     full, empty = "The capital of France is", "What is the capital of France?"
     for prompts in ([full], [empty], [full, empty]):

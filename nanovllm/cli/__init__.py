@@ -226,10 +226,11 @@ def generate(
         if not all(output["text"] for output in outputs):
             _say_that_it_is_empty()
         return
+    pieces = llm.stream(prompts[0], params)  # first: a prompt that is refused has no heading
     print(f"\n> {prompts[0]}")
     empty = True
     try:
-        for piece in llm.stream(prompts[0], params):
+        for piece in pieces:
             print(piece, end="", flush=True)
             empty = empty and not piece
         print()

@@ -99,8 +99,17 @@ def _what_failed(name: str, error: BaseException) -> str:
         text = f"{type(error).__name__}: {module} has no {imported!r}"
         if nearest := difflib.get_close_matches(imported, dir(sys.modules.get(module)), n=1):
             text += f"; did you mean {nearest[0]!r}?"
+    elif isinstance(error, KeyError) and (near := _ops_like(error.args)):
+        text += f": there is no such op; did you mean {near}?"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == name]
     return f"line {lines[-1]}: {text}" if lines else text
+
+
+def _ops_like(key: tuple[object, ...]) -> str:
+    """Names of ops that someone may have meant by a name that is none; empty: there are none."""
+    name = str(key[0]) if key else ""
+    near = [op for op in all_ops() if name and name in op] or difflib.get_close_matches(name, all_ops(), n=1)
+    return "" if name in all_ops() else " or ".join(map(repr, near))
 
 
 _NOT_THERE = re.compile(r"cannot import name '(\w+)' from '([\w.]+)'")

@@ -47,6 +47,14 @@ def test_what_fails_half_way_is_taken_back_whole(plugin):
         (PROVIDER.format(name="triton"), "ValueError: op 'softmax' already has a provider 'triton'"),
         (OP.format(name="softmax"), "ValueError: op 'softmax' is declared twice"),
         (PROVIDER.format(name="mine").replace("mine(x)", "mine(y)"), "expected the parameters (x), not (y)"),
+        (
+            "from nanovllm.kernels import all_ops\nall_ops()['sofmax']",
+            "KeyError: 'sofmax': there is no such op; did you mean 'softmax'?",
+        ),
+        (
+            "from nanovllm.kernels import all_ops\nall_ops()['moe_ex']",
+            "did you mean 'moe_experts' or 'moe_experts_fp8'?",
+        ),
         (OP.format(name="odd").replace('{"x": "[..., n]"}', '{"y": "[..., n]"}'), "unknown argument 'y'"),
     ],
 )
