@@ -224,7 +224,7 @@ __device__ __forceinline__ void store_results(const Product& p, const float (&ac
           const int r = row(f, 0);
           if (r >= half) continue;
           const float gate = Half<T>::widen(Half<T>::narrow(acc[f][n][e])), up = Half<T>::widen(Half<T>::narrow(acc[f][n][2 + e]));
-          const float silu = Half<T>::widen(Half<T>::narrow(gate / (1.0f + __expf(-gate))));
+          const float silu = Half<T>::widen(Half<T>::narrow(__fdividef(gate, 1.0f + __expf(-gate))));
           static_cast<T*>(p.y)[int64_t(token) * half + r] = Half<T>::narrow(silu * up);
         } else {
 #pragma unroll

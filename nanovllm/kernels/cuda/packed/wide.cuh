@@ -5,8 +5,8 @@
 // Eight columns in a row belong to four lanes there, two to each. These are a byte of a weight. So a lane needs a byte of each
 // word of its row, and the four lanes that share a row read all of it. Stages pass between the warps through barriers.
 //
-// From 33 tokens on two neighbouring blocks are a cluster: each copies a half of a stage of x to both, so that L2 is read half as
-// often. A stage is free when the warps of both have read it.
+// From 33 tokens on two neighbouring blocks are a cluster: each copies a half of a stage of x to both, so that L2 is read half
+// as often. A stage is free when the warps of both have read it.
 //
 // Copies may end in another order than they began. A barrier only tells a phase from the one before it. So the number of stages
 // is a multiple of COLUMNS: then the same warpgroups read a stage each time. It is at least twice that number, for a warpgroup
@@ -348,7 +348,8 @@ template <typename T, typename SCALE, bool ZERO, int N, int GROUPS, int COLUMNS,
 cudaError_t wide_enqueue(const Product& p, const Launch& how, cudaStream_t stream) {
   if (encoder() == nullptr) return cudaErrorNotSupported;
   CUtensorMap map;
-  const cuuint64_t sizes[3] = {64, cuuint64_t(p.tokens), cuuint64_t(p.steps) * 2}, strides[2] = {cuuint64_t(p.x_stride) * 2, 128};
+  const cuuint64_t sizes[3] = {64, cuuint64_t(p.tokens), cuuint64_t(p.steps) * 2};
+  const cuuint64_t strides[2] = {cuuint64_t(p.x_stride) * 2, 128};
   const cuuint32_t box[3] = {64, N, (PAIRS ? 4 : 2) / WIDE_CLUSTER<N>};
   if (!encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.x, 3, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B)) {
     return cudaErrorInvalidValue;
