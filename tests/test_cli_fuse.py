@@ -49,10 +49,10 @@ def module(tmp_path):
 ON_CPU = ("--measure", "--device", "cpu", "--no-compile")
 
 
-def run(*args):
+def run(*args, columns=160):
     app = typer.Typer()
     app.command()(fuse)
-    return CliRunner().invoke(app, args, env={"COLUMNS": "160"})
+    return CliRunner().invoke(app, args, env={"COLUMNS": str(columns)})
 
 
 def said(*args):
@@ -71,9 +71,10 @@ def test_a_module_without_kernels(module, tmp_path):
 
 
 def test_a_preset():
-    text = run("--preset", "qwen3-0.6b", "--tokens", "64", "--gpu", "h200", "--left").output
+    text = run("--preset", "qwen3-0.6b", "--tokens", "64", "--gpu", "h200", "--left", columns=80).output
     parts = "predicted for nvidia-h200, qk_norm_rope_store, Not merged, two matrix products, 59 kernels become 8"
-    assert all(part in text for part in parts.split(", "))
+    assert all(part in " ".join(text.split()) for part in parts.split(", "))
+    assert max(len(line) for line in text.splitlines() if not line.endswith(".")) <= 80 and "\u2026" not in text
     data = json.loads(run("--preset", "llama3.2-1b", "--phase", "prefill", "--tokens", "128", "--json", "-").output)
     shown = [data[key] for key in ("phase", "context", "dtype", "device")]
     assert shown == ["prefill", 128, "bfloat16", "nvidia-h100"]

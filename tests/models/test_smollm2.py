@@ -9,6 +9,7 @@ from nanovllm.weights import gguf
 from tests import tiny
 from tests.devices import DEVICE
 from tests.engine.small_engine import check_logits
+from tests.weights.gguf_files import read_quickly
 
 pytestmark = pytest.mark.any_device
 
@@ -50,7 +51,9 @@ def prompts(path):
 
 @pytest.fixture(scope="module")
 def reference(path):
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval().to(DEVICE)
+    with read_quickly():
+        made = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return made.eval().to(DEVICE)
 
 
 @pytest.fixture(scope="module")
