@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,11 @@ class Peer:
         """Let every thread of it, and of the processes that it started, run on these CPUs only."""
         allowed = set(cpus)
         for process in Path("/proc").glob("[0-9]*"):
-            try:
+            with suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
                 if os.getsid(int(process.name)) == self._process.pid:
                     for thread in (process / "task").iterdir():
-                        os.sched_setaffinity(int(thread.name), allowed)
-            except (ProcessLookupError, FileNotFoundError):
-                pass  # it ended meanwhile
+                        with suppress(ProcessLookupError):  # one thread that ends leaves others to be pinned
+                            os.sched_setaffinity(int(thread.name), allowed)
 
     def stop(self) -> None:
         """End it and every process that it started."""
