@@ -20,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ import numpy as np
 from benchmarks.serving import dummy_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import Request
+from nanovllm.engine.token_masks import MaskTimes
 from nanovllm.structured.constraint import ConstraintMaker
 from nanovllm.structured.mask_filler import THREADS
 from nanovllm.weights.demo_model import demo_model_path
@@ -160,12 +162,13 @@ class Stages:
 
         All requests begin and end together, so the last calls of `execute` are those with masks.
         """
-        masks = {name: 1e3 * np.array(times) for name, times in zip(self._masks[0]._fields, zip(*self._masks))}
+        names = [field.name for field in fields(MaskTimes)]
+        masks = {name: 1e3 * np.array([getattr(times, name) for times in self._masks]) for name in names}
         end, count = len(self._seconds["execute"]), len(self._masks)
         whole = {name: 1e3 * np.array(times[end - count : end]) for name, times in self._seconds.items()}
-        later = 1 if self._beside else 0  # the next call of `execute` ends the step
-        inside = masks["wait"] + masks["advance"] + np.roll(masks["late"] + masks["finish"], later)
-        inside += 0 if self._beside else masks["fill"]
+        inside = masks["held"]
+        if not self._beside:
+            inside = inside + sum(masks[name] for name in ("wait", "advance", "fill", "finish"))
         found = masks | {
             "launch": whole["execute"] - inside, "schedule": whole["schedule"],
             "read": whole["step"] - whole["execute"] - whole["schedule"], "step": whole["step"],
@@ -174,11 +177,11 @@ class Stages:
 
 
 SAID = {
-    "wait": "waits for the tokens of the step before: the GPU is behind",
-    "advance": "moves the grammars on",
-    "fill": "fills the masks, beside what follows or before it",
-    "late": "waits for masks that are not there yet",
-    "finish": "bans other tokens, launches the copy",
+    "wait": "masks: waiting for the tokens of the step before, the GPU is behind",
+    "advance": "masks: moving the grammars on",
+    "fill": "masks: filling them",
+    "finish": "masks: banning other tokens",
+    "held": "waits for a thread that makes the masks, until the grammars have moved on",
     "launch": "launches the model, masking and sampling",
     "schedule": "schedules",
     "read": "reads the step before, tells the requests",
@@ -210,24 +213,25 @@ def step_ms(
     """What a step takes on average, by the time line of both.
 
     The device computes the logits of a step while the host fills its masks; it samples when both are there. The next
-    model starts when it is launched and the tokens are there.
+    model starts when it is launched and the tokens are there. With masks of a thread, all is launched before.
 
     Args:
         fills: ms that the masks of each step take.
         gpu: ms of a step without masks, of which sampling takes `sampling`.
-        beside: whether the step before is read while the masks are filled.
+        beside: whether a thread fills the masks, and the device waits for it.
         masking: ms of the device between the logits and sampling: a copy of 20 masks and a kernel, an estimate.
     """
     tokens = launched = 0.0  # when the tokens of the step before are there, when the model of this one is launched
     for fill in fills:
         model_end = max(tokens, launched) + gpu - sampling
         begun = max(tokens, launched) + host.advance
-        filled = begun + fill
+        sample = begun + fill + host.finish
         if beside:
-            filled = max(filled, begun + host.read)
-        sample = filled + host.finish + host.launch / 2
+            launched = begun + host.read + host.schedule + host.launch
+        else:
+            sample += host.launch / 2
+            launched = sample + host.schedule + host.launch / 2 + host.read
         tokens = max(model_end, sample) + masking + sampling
-        launched = sample + host.schedule + host.launch / 2 + (0 if beside else host.read)
     return tokens / len(fills)
 
 
@@ -342,9 +346,8 @@ def main() -> None:
     found = stages.milliseconds()
     print_stages(found)
     late = 100 * (found["wait"] < _THERE).mean()
-    print(f"  in {late:.0f} % of the steps the tokens were there before the host: the GPU had waited for it")
-    waited = 100 * (found["late"] > _THERE).mean()
-    print(f"  in {waited:.0f} % of the steps the host waited for masks, which {THREADS} threads fill")
+    print(f"  in {late:.0f} % of the steps the tokens were there before the thread asked for them")
+    print(f"  {THREADS} threads fill masks")
     if args.constrained:
         print_masks(mask_seconds(llm, args.constrained, 100))
 

@@ -280,12 +280,15 @@ class LLMEngine:
                 seq.finish_reason, seq.stop_reason = "stop", stop
         if request.incremental:
             request.notify()
-        if seq.constraint is not None and seq.constraint.error is not None and not seq.finished:
-            self._end_early(request, seq, seq.constraint)
+        if seq.constraint is not None and not seq.finished:
+            self._look_at_constraint(request, seq, seq.constraint)
 
-    def _end_early(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
-        logger.warning("request %d ends early: %s", request.request_id, constraint.error)
-        if constraint.broken:
+    def _look_at_constraint(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
+        error = constraint.error_at(seq.num_output_tokens)
+        if error is None:
+            return
+        logger.warning("request %d ends early: %s", request.request_id, error)
+        if constraint.is_broken_at(seq.num_output_tokens):
             self.scheduler.finish(seq, "abort")
         elif self.ranks.rank == 0:  # time differs among ranks: this one tells the others
             self.abort(request, seq.index)
@@ -305,8 +308,6 @@ class LLMEngine:
         An interrupt can come in the middle of anything, so the scheduler's list of running sequences is not used: the
         sequences that do not wait are ended.
         """
-        for result in self._in_flight:
-            result.drop()  # else the next requests' first step would launch its end, and be lost if that fails
         self._in_flight.clear()
         self.scheduler.reset()
         waiting = self.scheduler.waiting

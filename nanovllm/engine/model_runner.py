@@ -104,12 +104,9 @@ class ModelRunner:
     def execute(self, step: ScheduledStep) -> StepResult:
         """Launch a step. On CUDA this returns before the step has run; `StepResult.token_ids` waits for it.
 
-        The end of a step with constrained rows may be launched by the next call, or when its tokens are asked for.
-
         It may be called in any thread, whatever GPU is current there.
         """
         with on_device(self.device):
-            self.sampler.masks.complete()
             if not step.continues:
                 self._set_up_admitted(step)
             result = self.fast.decode(step) or self._run(step)
@@ -125,6 +122,7 @@ class ModelRunner:
                 self.fast.forget(part.seq_slot)
 
     def _run(self, step: ScheduledStep) -> StepResult:
+        self.sampler.masks.settle()  # these may be many launches
         batch = Batch.build(step.parts, self.limits.block_size)
         logits = self.fast.logits(batch)
         prompt: list[PromptLogprobs] = []

@@ -215,6 +215,7 @@ class Sampler:
         """
         if not params.uses_penalties:
             return
+        self.masks.settle()  # `_to_device` may take memory and keep the interpreter while it waits for the device
         if self._penalty_state is None:
             shape = (self.max_num_seqs, self.vocab_size)
             output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)

@@ -33,58 +33,53 @@ class StepResult:
         logprobs: the log-probabilities of the same rows.
         order: [n] int64, the row of each of these parts; None: they are in order.
         device: the device that computes the step; None: where `token_ids` is.
-        rest: launches what was put off, and returns the tokens and their log-probabilities; None: nothing was. It is
-            called once, by `complete`, before the next step is launched; or never, after `drop`.
+        check: raises if something failed on the host that the device has not waited for, so that the tokens are
+            of no use. It is called when the step has run.
     """
 
     def __init__(
         self,
         step: ScheduledStep,
-        token_ids: torch.Tensor | None,
+        token_ids: torch.Tensor,
         logprobs: LogprobsTensors | None = None,
         prompt_logprobs: Iterable[PromptLogprobs] = (),
         order: np.ndarray | None = None,
         device: torch.device | None = None,
-        rest: Callable[[StepResult], tuple[torch.Tensor, LogprobsTensors | None]] | None = None,
+        check: Callable[[], object] | None = None,
     ) -> None:
         self.step = step
         self._ready: torch.cuda.Event | None = None
         self._read: list[int] | None = None
         self._order = order
-        self._device = device
-        self._rest = rest
-        self.prompt_logprobs = prompt_logprobs
-        if token_ids is not None:
-            self._launched(token_ids, logprobs)
-
-    def complete(self) -> None:
-        """Launch what was put off."""
-        if self._rest is not None:
-            rest, self._rest = self._rest, None
-            self._launched(*rest(self))
-
-    def drop(self) -> None:
-        """Nobody reads this result any more: what was put off is not launched."""
-        self._rest = None
-
-    def _launched(self, token_ids: torch.Tensor, logprobs: LogprobsTensors | None) -> None:
-        device = self._device or token_ids.device
+        self._check = check
+        device = device or token_ids.device
         if device.type == "cuda":
             token_ids = token_ids.to("cpu", non_blocking=True)  # no copy if it is in host memory
             logprobs = None if logprobs is None else logprobs.cpu(non_blocking=True)
-            self.prompt_logprobs = [
-                PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in self.prompt_logprobs
+            prompt_logprobs = [
+                PromptLogprobs(p.seq, p.start, p.tensors.cpu(non_blocking=True)) for p in prompt_logprobs
             ]
             with on_device(device):
                 self._ready = torch.cuda.Event()
                 self._ready.record()
+        self.prompt_logprobs = prompt_logprobs
         self._token_ids = token_ids
         self._logprobs = logprobs
 
     def token_ids(self) -> list[int]:
-        """The sampled tokens, one for each part that samples; waits for the device."""
+        """The sampled tokens, one for each part that samples; waits for the device.
+
+        Raises:
+            Whatever `check` raises.
+        """
+        token_ids = self.read()
+        if self._check is not None:
+            self._check()
+        return token_ids
+
+    def read(self) -> list[int]:
+        """`token_ids`, of use or not: afterwards, the device may write to the memory that they are in."""
         if self._read is None:
-            self.complete()
             if self._ready is not None:
                 self._ready.synchronize()
             token_ids = self._token_ids.numpy()

@@ -1,9 +1,24 @@
 """The bit masks of a step's constrained rows, filled on the host while the device computes the step's logits.
 
-A mask depends on the sequence's last token. With asynchronous scheduling that token is still being sampled when the
-step is launched. So the model is launched first; then the host waits for the tokens of the step before and begins to
-fill the masks. It launches the sampling when they are there. The device computes logits meanwhile: the other rows lose
-nothing. Threads can fill the masks while the host reads the step before (`MaskBuilder.begin`, `StepResult.complete`).
+A mask depends on the sequence's last token, which is still being sampled when the step is launched. So a thread makes
+the masks, and the device's stream waits for them at a gate (`hardware/stream_gate.py`). The order of a decode step:
+
+1. The main thread launches the model, and gives the thread a job (`MaskBuilder.begin`).
+2. It launches what needs the masks, without waiting: a wait at the gate, the copy of the masks (`StartedMasks.finish`),
+   masking, sampling.
+3. The thread waits for the tokens of the step before, and moves the grammars on. The main thread waits for that
+   (`StartedMasks.wait_begun`), then reads the step before and launches the next one.
+4. Meanwhile the thread fills the masks, without the interpreter, applies other bans, and opens the gate.
+
+So nothing is launched between the tokens of a step and those of the next: the host only fills masks.
+
+Each wait at the gate ends, or the GPU would hang: a wait is launched after its job was given to the thread, and the
+thread opens the gate whatever the job raises. A job that the thread never began is ended by `settle`, which opens the
+gate too. A failure is raised when the tokens are asked for (`StepResult`): they are not used.
+
+Without a gate `finish` waits until the masks are there: on a CPU, and where steps are not captured. The launches of
+such steps could fill the device's queue. Then a launch waits for the device, maybe with the interpreter, which the
+thread needs to open the gate.
 """
 
 from __future__ import annotations
@@ -11,17 +26,20 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.step_result import StepResult
 from nanovllm.hardware.devices import on_device
+from nanovllm.hardware.stream_gate import Gate, stream_gate
 from nanovllm.structured.mask_filler import Filling, MaskFiller
 
+MakeGate = Callable[[torch.Tensor, torch.device], Gate | None]
+"""From a word of host memory and the device that waits to a gate; None: there can be none. See `stream_gate`."""
 _STEPS_TIMED = 4096
 
 
@@ -43,75 +61,118 @@ class TokenMasks(NamedTuple):
     """[num_masks] int64"""
 
 
-class MaskTimes(NamedTuple):
-    """Seconds that the host spent on a step's masks."""
+@dataclass
+class MaskTimes:
+    """Seconds that a step's masks took: those of the thread that makes them, and what the caller waited for it."""
 
-    wait: float
+    wait: float = 0.0
     """For the tokens of the step before: the device is behind, and nothing is lost."""
-    advance: float
+    advance: float = 0.0
     """Moving the grammars on by these tokens."""
-    fill: float
-    """Filling the masks: beside other work, or before it."""
-    late: float
-    """Waiting for masks that are filled beside other work."""
-    finish: float
-    """The other bans, and launching the copy."""
+    fill: float = 0.0
+    """Filling the masks."""
+    finish: float = 0.0
+    """Other bans."""
+    held: float = 0.0
+    """How long the caller waited for a thread: until it had moved the grammars on, or had filled the masks."""
 
 
 class StartedMasks:
-    """Masks that are being filled. Made by `MaskBuilder.begin`."""
+    """Masks that are being filled. Made by `MaskBuilder.begin`.
 
-    def __init__(self, job: _Job, filling: Filling, times: deque[MaskTimes]) -> None:
-        self._job, self._filling, self._times = job, filling, times
+    Attributes:
+        filling: fills them. When the device has sampled, `Filling.check` raises what that raised.
+    """
+
+    def __init__(self, job: _Job, filling: Filling, at_gate: bool) -> None:
+        self._job, self.filling = job, filling
+        self._at_gate = at_gate and job.buffers.gate is not None
 
     def __len__(self) -> int:
         return len(self._job.constraints)
 
-    def finish(self) -> TokenMasks:
-        """The masks on the device, valid until the next ones are finished; waits until they are filled."""
+    def finish(self, wait: bool = False) -> TokenMasks:
+        """The masks on the device, for what is launched next; valid until the next ones are finished.
+
+        wait: the caller waits for them, even if the device could.
+
+        Raises:
+            Whatever filling them raised, if the caller waits.
+        """
         job = self._job
-        start = time.perf_counter()
-        filled = self._filling.wait()
-        there = time.perf_counter()
-        for i, (constraint, tokens) in enumerate(zip(job.constraints, job.banned)):
-            if tokens or not constraint.is_plain:  # most have nothing to restrict
-                constraint.restrict(tokens, job.masks[i])
-        masks = job.buffers.send(job.buffer, len(job.constraints))
-        self._times.append(MaskTimes(job.wait, job.advance, filled, there - start, time.perf_counter() - there))
-        return masks
+        if self._at_gate and not wait and job.buffers.gate is not None:
+            job.buffers.gate.wait(job.value)
+        else:
+            with _added(job.times, "held"):
+                self.filling.wait()
+        return job.buffers.send(job.buffer, len(job.constraints))
+
+    def wait_begun(self) -> None:
+        """Return when the grammars have moved on: from now on the thread does not read the sequences.
+
+        Raises:
+            Whatever reading the tokens of the step before raised.
+        """
+        with _added(self._job.times, "held"):
+            self.filling.wait_begun()
 
 
-class _Buffer(NamedTuple):
-    """Host memory for the masks of one step."""
+class _added:
+    """Adds the seconds that a block takes to a field."""
 
-    words: torch.Tensor
-    """int32: a row number (two words) for each row that there may be, then the masks."""
-    numbers: np.ndarray
-    """[max_rows] int64, in `words`."""
-    masks: np.ndarray
-    """[max_rows, num_words] int32, in `words`."""
-    copied: torch.cuda.Event | None
-    """When the masks written last are on the device; None: the device is the host."""
+    def __init__(self, times: MaskTimes, name: str) -> None:
+        self._times, self._name = times, name
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._start
+        setattr(self._times, self._name, getattr(self._times, self._name) + seconds)
+
+
+class _Buffer:
+    """Host memory for the masks of one step.
+
+    Attributes:
+        words: int32: a row number (two words) for each row that there may be, then the masks.
+        numbers, masks: [max_rows] int64 and [max_rows, num_words] int32, in `words`.
+        copied: when the masks written last are on the device; None: the device is the host.
+        filling: what writes to it.
+    """
+
+    def __init__(self, words: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor, on_gpu: bool) -> None:
+        self.words, self.numbers, self.masks = words, numbers.numpy(), masks.numpy()
+        self.copied = torch.cuda.Event() if on_gpu else None
+        self.filling: Filling | None = None
 
 
 class _Buffers:
-    """Masks and their rows: one tensor on the device, and two on the host in turns, one a step.
+    """Masks and their rows: one tensor on the device, and two on the host in turns, one a step; and the gate.
 
     So nothing is allocated in a step, and a captured graph can read the masks.
+
+    Attributes:
+        gate: what the device waits at; None: there is none.
     """
 
-    def __init__(self, max_rows: int, num_words: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, num_words: int, device: torch.device, make_gate: MakeGate) -> None:
         self.num_words = num_words
         self.device = device
         self._max_rows = max_rows
         on_gpu = device.type == "cuda"
         size = max_rows * (2 + num_words)
+        # The gate's word is in the memory that is copied: PyTorch gives no such memory to others while a stream that
+        # has copied it has work left, and the waits at the gate are on that stream.
+        host = torch.zeros(2 * size + 2, dtype=torch.int32, pin_memory=on_gpu)
         self._host: list[_Buffer] = []
-        for _ in range(2):
-            words = torch.zeros(size, dtype=torch.int32, pin_memory=on_gpu)
-            numbers, masks = self._split(words)
-            self._host.append(_Buffer(words, numbers.numpy(), masks.numpy(), torch.cuda.Event() if on_gpu else None))
+        for i in range(2):
+            words = host[i * size : (i + 1) * size]
+            self._host.append(_Buffer(words, *self._split(words), on_gpu))
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._device.copy_(self._host[0].words, non_blocking=True)
+        self.gate = make_gate(host[2 * size : 2 * size + 1], device)
+        self._value = 0
         self._views: dict[int, TokenMasks] = {}
         self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         """By buffer and number of masks: what is copied from the host, and where."""
@@ -121,13 +182,25 @@ class _Buffers:
         numbers, masks = words[: 2 * self._max_rows], words[2 * self._max_rows :]
         return numbers.view(torch.int64), masks.view(self._max_rows, self.num_words)
 
-    def next(self) -> _Buffer:
-        """The buffer to be written; waits until the device has read what it held."""
+    def next(self) -> tuple[_Buffer, int]:
+        """The buffer to be written, and what the gate opens for when it is; waits until the device has read what it
+        held.
+        """
         buffer = self._host[0]
-        self._host.reverse()
+        if buffer.filling is not None:
+            buffer.filling.settle()
         if buffer.copied is not None:
             buffer.copied.synchronize()
-        return buffer
+        self._host.reverse()
+        self._value = (self._value + 1) % 2**32
+        return buffer, self._value
+
+    def settle(self) -> None:
+        """Return when nothing writes to a buffer any more. The older job first: the gate opens in order."""
+        for buffer in self._host:
+            if buffer.filling is not None:
+                buffer.filling.settle()
+                buffer.filling = None
 
     def send(self, buffer: _Buffer, count: int) -> TokenMasks:
         """Launch the copy of the first `count` masks. What it returns is the same for each step with so many."""
@@ -146,22 +219,22 @@ class _Buffers:
 
 
 class _Job:
-    """From the tokens of the step before to masks in a buffer."""
+    """From the tokens of the step before to masks in a buffer. Its methods are called in this order, by one thread."""
 
     def __init__(self, rows: Sequence[ConstrainedRow], latest: StepResult | None, buffers: _Buffers) -> None:
         self._rows, self._latest = rows, latest
-        self.buffers, self.buffer = buffers, buffers.next()
-        self.masks = self.buffer.masks[: len(rows)]
-        self.buffer.numbers[: len(rows)] = [row.row for row in rows]
+        self.times = MaskTimes()
         self.constraints = [seq.constraint for _, seq, _ in rows if seq.constraint is not None]
         assert len(self.constraints) == len(rows)
-        self.banned: list[list[int]] = []
+        self._banned: list[list[int]] = []
         self._index: dict[TokenSequence, int] = {}
         if any(position > len(seq.token_ids) for _, seq, position in rows):
             assert latest is not None, "one step is in flight"
             self._index = {seq: i for i, seq in enumerate(latest.step.sampling)}
-        self.wait = self.advance = 0.0
-        """As in `MaskTimes`."""
+        self.buffers = buffers
+        self.buffer, self.value = buffers.next()
+        self.masks = self.buffer.masks[: len(rows)]
+        self.buffer.numbers[: len(rows)] = [row.row for row in rows]
 
     def move_on(self) -> None:
         """Move the grammars on. It waits for the tokens of the step before, if the host lacks them."""
@@ -170,6 +243,7 @@ class _Job:
         if self._index and self._latest is not None:
             with on_device(self.buffers.device):  # a thread of its own begins with the first GPU
                 tokens = self._latest.token_ids()
+        self._latest = None  # each result refers to its masks
         known = time.perf_counter()
         for (_, seq, position), constraint in zip(self._rows, self.constraints):
             assert position <= len(seq.token_ids) + 1
@@ -177,8 +251,25 @@ class _Job:
             first = seq.prompt_len + constraint.num_taken
             constraint.take(seq.token_ids[first:] + pending if first < position else [])
             may_ban = seq.logit_rules is not None or seq.params.min_tokens
-            self.banned.append(list(_banned(seq, pending)) if may_ban else [])
-        self.wait, self.advance = known - start, time.perf_counter() - known
+            self._banned.append(list(_banned(seq, pending)) if may_ban else [])
+        self.times.wait, self.times.advance = known - start, time.perf_counter() - known
+
+    def restrict(self, seconds: float) -> None:
+        """Apply other bans to the masks. seconds: what filling them took."""
+        self.times.fill = seconds
+        with _added(self.times, "finish"):
+            for i, (constraint, tokens) in enumerate(zip(self.constraints, self._banned)):
+                if tokens or not constraint.is_plain:  # most have nothing to restrict
+                    constraint.restrict(tokens, self.masks[i])
+
+    def end(self, failed: bool) -> None:
+        """Open the gate. failed: the masks are not all there, and what is sampled with them is not used."""
+        try:
+            if failed:
+                self.masks[:] = -1
+        finally:
+            if self.buffers.gate is not None:
+                self.buffers.gate.open(self.value)
 
 
 class MaskBuilder:
@@ -189,15 +280,16 @@ class MaskBuilder:
         max_rows: rows that a step may have.
 
     Attributes:
+        make_gate: makes what the device waits at when the first masks come; tests pass another one.
         times: of the latest steps with masks.
     """
 
-    def __init__(self, device: torch.device | str, max_rows: int) -> None:
+    def __init__(self, device: torch.device | str, max_rows: int, make_gate: MakeGate = stream_gate) -> None:
+        self.make_gate = make_gate
         self._device = torch.device(device)
         self._max_rows = max_rows
         self._buffers: _Buffers | None = None
         self._latest: StepResult | None = None
-        self._filling: Filling | None = None
         self._filler = MaskFiller()
         self.times: deque[MaskTimes] = deque(maxlen=_STEPS_TIMED)
 
@@ -205,26 +297,37 @@ class MaskBuilder:
         """A step was launched; the next step's masks may need its tokens."""
         self._latest = result
 
-    def complete(self) -> None:
-        """Launch what the step launched last has put off."""
-        if self._latest is not None:
-            self._latest.complete()
+    def settle(self) -> None:
+        """Return when no thread fills masks, and the gate is open for all that was launched.
 
-    def begin(self, rows: Sequence[ConstrainedRow], in_thread: bool = False) -> StartedMasks:
-        """Begin with the masks of some rows. It waits for the tokens of the step before, if the host lacks them.
+        It is called before steps of many launches, before a graph is captured, and after a failure.
+        """
+        if self._buffers is not None:
+            self._buffers.settle()
 
-        in_thread: a thread waits too, and fills them while the caller goes on. At most one step's masks are being
-            filled.
+    def begin(self, rows: Sequence[ConstrainedRow], in_thread: bool = False, at_gate: bool = False) -> StartedMasks:
+        """Begin with the masks of some rows.
+
+        in_thread: a thread does all of it; the caller calls `StartedMasks.finish` and `wait_begun`. Else they are
+            filled here: it waits for the tokens of the step before, if the host lacks them.
+        at_gate: the device waits for what the thread does, if it can. Few launches may follow until `settle`.
         """
         if self._buffers is None:
             constraint = rows[0].seq.constraint
             assert constraint is not None
-            self._buffers = _Buffers(self._max_rows, constraint.num_words, self._device)
-        if self._filling is not None:
-            self._filling.settle()  # a step that was given up may still be filling its masks
+            self._buffers = _Buffers(self._max_rows, constraint.num_words, self._device, self.make_gate)
         job = _Job(rows, self._latest, self._buffers)
-        self._filling = self._filler.start(job.constraints, job.masks, in_thread, job.move_on)
-        return StartedMasks(job, self._filling, self.times)
+        self.times.append(job.times)
+        filling = self._filler.prepare(job.constraints, job.masks, in_thread, job.move_on, job.restrict, job.end)
+        if in_thread:
+            job.buffer.filling = filling  # before a thread has it: an interrupt may come at any line
+            if not self._filler.submit(filling):
+                job.buffer.filling, in_thread = None, False
+        if not in_thread:
+            self.settle()  # the masks before, which may be of the same constraints
+            filling.run()
+            filling.check()
+        return StartedMasks(job, filling, at_gate)
 
 
 def _banned(seq: TokenSequence, pending: list[int]) -> Iterable[int]:

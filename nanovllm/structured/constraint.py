@@ -38,7 +38,8 @@ lengths are halves of halves, so it walks over few sets, and once over a beginni
 
 
 class TokenConstraint:
-    """The state of one sequence's constraint. It is used by the thread that runs the steps.
+    """The state of one sequence's constraint. One thread at a time moves it on and makes masks; the engine looks at its
+    errors.
 
     A mask is made by `take`, `fill` and `restrict`, in this order.
 
@@ -52,16 +53,17 @@ class TokenConstraint:
     Attributes:
         matcher, num_words, group: as given.
         num_taken: output tokens that `take` was given.
-        error: why the sequence must end; None: all is well.
-        broken: no mask can be made any more. Then `error` is the same on every rank; a slow mask is not.
+        broken: no mask can be made any more.
     """
 
     def __init__(
         self, matcher: Any, allowed: np.ndarray | None, num_words: int, end_token_ids: Sequence[int] = (),
         group: int = 0,
     ) -> None:  # fmt: skip
-        self.error: str | None = None
         self.broken = False
+        self._broken_error: str | None = None
+        self._slow_error: str | None = None
+        self._ends_at = 0
         self._end_token_ids = end_token_ids
         self._num_good = 0
         self.matcher = matcher
@@ -75,7 +77,8 @@ class TokenConstraint:
         """These tokens follow the first `num_taken` of the output: they move the grammar on."""
         self.num_taken += len(new)
         if self.matcher is not None and new and not self.broken and not self.matcher.consume_tokens(new):
-            self._break(f"the grammar does not allow the tokens {new}: {plain_error(self.matcher.get_error())}")
+            error = f"the grammar does not allow the tokens {new}: {plain_error(self.matcher.get_error())}"
+            self._break(error, self.num_taken)
 
     def fill(self, mask: np.ndarray) -> None:
         """Write the grammar's mask of the next token: bit `t % 32` of word `t // 32` is 1 if token t may be sampled.
@@ -92,7 +95,7 @@ class TokenConstraint:
         if seconds > SLOW_MASK_SECONDS:
             self._slow_seconds += seconds
             if self._slow_seconds > _SLOW_MASKS_SECONDS:
-                self.error = self.error or "the grammar is too complex: its masks take too long"
+                self._slow_error = "the grammar is too complex: its masks take too long"
 
     @property
     def is_plain(self) -> bool:
@@ -105,11 +108,11 @@ class TokenConstraint:
         banned: tokens that are taken out, unless none is left then.
         """
         if self.matcher is not None and not self.broken and self.matcher.is_error():
-            self._break(f"the grammar is too complex: {plain_error(self.matcher.get_error())}")
+            self._break(f"the grammar is too complex: {plain_error(self.matcher.get_error())}", self.num_taken + 1)
         if self._allowed is not None and not self.broken:
             mask &= self._allowed
             if not mask.any():
-                self._break("the grammar and allowed_token_ids have no token in common")
+                self._break("the grammar and allowed_token_ids have no token in common", self.num_taken + 1)
         if self.broken:
             mask[:] = 0 if self._end_token_ids else -1
             for token_id in self._end_token_ids:
@@ -117,13 +120,32 @@ class TokenConstraint:
             return
         _ban(mask, banned)
 
+    @property
+    def error(self) -> str | None:
+        """Why the sequence must end; None: all is well."""
+        return self._broken_error or self._slow_error
+
+    def error_at(self, num_output: int) -> str | None:
+        """`error`, as far as it follows from the first `num_output` tokens.
+
+        A thread may have found out about the token after these by now, or not yet. The sequence ends at the same token
+        in either case: the ranks of an engine must agree. They need not agree about slow masks.
+        """
+        return self._broken_error if self.is_broken_at(num_output) else self._slow_error
+
+    def is_broken_at(self, num_output: int) -> bool:
+        """Whether `broken` follows from the first `num_output` tokens: then it does on every rank."""
+        return self.broken and num_output >= self._ends_at
+
     def ended_by_force(self, num_output: int) -> bool:
         """Whether the last of `num_output` tokens was sampled when no mask could be made any more."""
         return self.broken and num_output > self._num_good
 
-    def _break(self, error: str) -> None:
+    def _break(self, error: str, ends_at: int) -> None:
+        """ends_at: the sequence ends when it has so many tokens."""
         if not self.broken:
-            self.error, self.broken, self._num_good = error, True, self.num_taken
+            self._broken_error, self._num_good, self._ends_at = error, self.num_taken, ends_at
+            self.broken = True  # last: another thread may look
 
 
 class _Grammar:

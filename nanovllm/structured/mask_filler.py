@@ -24,62 +24,116 @@ _SLOW_STEPS_SECONDS = 0.5
 """The seconds that slow steps among the latest `_STEPS_TIMED` take together, from which on each mask is timed."""
 
 
+_NOBODY = object()
+"""Owns a filling that was given up before a thread began with it."""
+
+
 class Filling:
-    """Masks that are being filled.
+    """Masks that are to be filled, once: `run` does it, in any thread. Another one waits for it.
+
+    Its waits may be interrupted at any line: what has happened is in plain attributes, and the locks only wake up.
 
     Args:
         fill: fills them.
         first: called before that.
+        last: called after that, with the seconds that filling took.
+        end: called at the end, whatever happened, with whether something failed.
     """
 
-    def __init__(self, fill: Callable[[], object], first: Callable[[], object] | None = None) -> None:
-        self._fill, self._first = fill, first
-        self._seconds = 0.0
+    def __init__(
+        self,
+        fill: Callable[[], object],
+        first: Callable[[], object] | None = None,
+        last: Callable[[float], object] | None = None,
+        end: Callable[[bool], object] | None = None,
+    ) -> None:
+        self._calls: Any = first, fill, last
+        self._end = end
+        self._owner: dict[str, object] = {}
+        """The call of `run` that does it, or `_NOBODY`. `setdefault` is atomic."""
         self._failure: BaseException | None = None
         self._failed_before = False
+        self._has_begun = self._has_ended = False
         self._begun, self._ended = threading.Lock(), threading.Lock()
         self._begun.acquire()
         self._ended.acquire()
 
     def run(self) -> None:
-        """Call `first` and fill the masks."""
+        """Do all of it. It raises nothing. Nothing is done if it was done before, or given up."""
+        me = object()
+        if self._owner.setdefault("is", me) is not me:
+            return
+        first, fill, last = self._calls
         try:
-            self._call_first()
-            start = time.perf_counter()
-            self._fill()
-            self._seconds = time.perf_counter() - start
+            self._run(first, fill, last)
         except BaseException as failure:
             self._failure = failure
         finally:
-            self._ended.release()
+            try:
+                self._call_end()
+            finally:
+                self._has_ended = True
+                self._ended.release()
 
-    def _call_first(self) -> None:
+    def _run(
+        self,
+        first: Callable[[], object] | None,
+        fill: Callable[[], object],
+        last: Callable[[float], object] | None,
+    ) -> None:
         try:
-            if self._first is not None:
-                self._failed_before = True
-                self._first()
-                self._failed_before = False
+            self._failed_before = True
+            if first is not None:
+                first()
+            self._failed_before = False
         finally:
-            # What waits for this needs longer to wake up than `_fill` to begin with what needs no interpreter.
+            # What waits for this needs longer to wake up than `fill` to begin with what needs no interpreter.
+            self._has_begun = True
             self._begun.release()
+        start = time.perf_counter()
+        fill()
+        seconds = time.perf_counter() - start
+        if last is not None:
+            last(seconds)
+
+    def _call_end(self) -> None:
+        end, failed = self._end, self._failure is not None
+        self._calls = None  # they refer to their caller, who may keep this
+        if end is not None:
+            end(failed)
+        self._end = None
 
     def wait_begun(self) -> None:
-        """Return when `first` has returned and filling begins. Once. It raises what `first` raised."""
-        self._begun.acquire()
+        """Return when `first` has returned and filling begins. It raises what `first` raised."""
+        if not self._has_begun:
+            self._begun.acquire()
+            self._begun.release()
         if self._failed_before:
             self.wait()
 
     def settle(self) -> None:
-        """Return when nothing writes to the masks any more, filled or not."""
-        with self._ended:
-            pass
+        """Return when nothing writes to the masks any more, filled or not. If no thread has begun yet, none will."""
+        if self._owner.setdefault("is", _NOBODY) is _NOBODY:
+            if not self._has_ended:
+                self._failure = RuntimeError("these masks were given up")
+                self._failed_before = True
+                self._call_end()
+                self._has_begun = self._has_ended = True
+        elif not self._has_ended:
+            self._ended.acquire()
+            self._ended.release()
 
-    def wait(self) -> float:
-        """Return when the masks are there: the seconds that filling them took. It raises what filling them raised."""
-        self.settle()
+    def wait(self) -> None:
+        """Return when the masks are there. It raises what filling them raised."""
+        if not self._has_ended:
+            self._ended.acquire()
+            self._ended.release()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what filling the masks has raised."""
         if self._failure is not None:
             raise self._failure
-        return self._seconds
 
 
 class MaskFiller:
@@ -106,48 +160,34 @@ class MaskFiller:
         self._steps_timed = 0
         """Steps that are left in which each mask is timed."""
 
-    def start(
+    def prepare(
         self,
         constraints: Sequence[TokenConstraint],
         masks: np.ndarray,
         beside: bool,
         first: Callable[[], object] | None = None,
+        last: Callable[[float], object] | None = None,
+        end: Callable[[bool], object] | None = None,
     ) -> Filling:
-        """`fill`, after calling `first`, which may move the grammars on. It raises what `first` raises.
+        """A `Filling` of these masks, to be run.
 
-        beside: both in a thread. The caller waits for `first` alone, and does not touch the constraints until
-            `Filling.wait`. The thread is awake when `first` has what it waits for. All that filling takes of the
-            interpreter comes before that: afterwards, the caller could have it.
+        beside: it will run in a thread. It may move the grammars on before, in `first`. So all that it takes of the
+            interpreter until it fills masks comes now: then, the caller could have the interpreter.
         """
         work = self._matchers(constraints)
         masks[:] = -1
         # In a thread even one grammar is filled in one call without the interpreter: Python would wait for it.
         parallel_from = 1 if beside else _PARALLEL_MASKS
+        return Filling(lambda: self._fill_these(work, constraints, masks, parallel_from), first, last, end)
 
-        def fill() -> None:
-            broken = any(constraint.broken for constraint in constraints)
-            self._fill_these(self._matchers(constraints) if broken else work, constraints, masks, parallel_from)
-
-        filling = Filling(fill, first)
-        if not beside or not self._submit(filling):
-            filling.run()
-        # Waiting hands over the interpreter: else this thread would keep it for up to 5 ms.
-        try:
-            filling.wait_begun()
-        except BaseException:  # maybe an interrupt: the caller does not get the filling, so it could not wait for it
-            filling.settle()
-            raise
-        return filling
-
-    def _submit(self, filling: Filling) -> bool:
-        """Run it in the thread; False: there is none."""
+    def submit(self, filling: Filling) -> bool:
+        """Run it in the thread, which does one after the other in order; False: there is no thread."""
         if self._beside is None:
             self._beside = ThreadPoolExecutor(1, "masks")
         try:
             self._beside.submit(filling.run)
         except RuntimeError:
-            # The interpreter ends, or no thread can be started. The executor then has queued the work all the same, and
-            # a later call would fill these masks again.
+            # The interpreter ends, or no thread can be started. The executor then has queued the work all the same.
             self._beside.shutdown(wait=False, cancel_futures=True)
             self._beside = None
             return False
@@ -155,11 +195,13 @@ class MaskFiller:
 
     def fill(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:
         """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32."""
-        self.start(constraints, masks, False).wait()
+        filling = self.prepare(constraints, masks, False)
+        filling.run()
+        filling.wait()
 
     def _matchers(self, constraints: Sequence[TokenConstraint]) -> list[tuple[Any, int]]:
-        """(matcher, index of its mask) of those that work."""
-        working = [i for i, c in enumerate(constraints) if c.matcher is not None and not c.broken]
+        """(matcher, index of its mask) of those with a grammar. One that is broken allows end tokens."""
+        working = [i for i, c in enumerate(constraints) if c.matcher is not None]
         # A thread takes neighbours: those of a group would wait for it.
         working.sort(key=lambda i: constraints[i].group)
         return [(constraints[i].matcher, i) for i in working]

@@ -28,9 +28,6 @@ class SimulatedResult:
             raise Broken("while reading")
         return self._token_ids
 
-    def drop(self):
-        pass
-
 
 class SimulatedRunner:
     """A ModelRunner on a simulated device that fails when told to, having spoilt all that the step wrote.

@@ -92,8 +92,10 @@ def test_tokens_that_cannot_be_read_fail_the_step_that_needs_them():
     builder = MaskBuilder(DEVICE, 4)
     number, seq, position = row(0, [1, 2])
     builder.step_launched(NoTokens(seq))
-    with pytest.raises(RuntimeError, match="no more fish"):
-        builder.begin([ConstrainedRow(number, seq, position + 1)], in_thread=True)
+    started = builder.begin([ConstrainedRow(number, seq, position + 1)], in_thread=True)
+    for wait in (started.wait_begun, started.finish):
+        with pytest.raises(RuntimeError, match="no more fish"):
+            wait()
     assert allowed(builder.begin([row(1, [3])], in_thread=True).finish()) == {1: {3}}
 
 

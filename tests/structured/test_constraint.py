@@ -3,18 +3,15 @@
 import gc
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.structured import mask_filler
-from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint, _Grammar
+from nanovllm.structured.constraint import ConstraintMaker, _Grammar
 from nanovllm.structured.grammar import plain_error
 from nanovllm.structured.grammar_check import GrammarChecker
-from nanovllm.structured.mask_filler import Filling, MaskFiller
 from nanovllm.structured_outputs import GrammarsBusyError
 from tests import tiny
 
@@ -68,6 +65,21 @@ def test_allowed_tokens_and_a_grammar_apply_together(maker):
     none = one(maker, structured_outputs={"regex": "[abc]"}, allowed_token_ids=sorted(ids("z")))
     assert allowed(none, []) == {END}
     assert "no token in common" in none.error and none.ended_by_force(1)
+
+
+def test_an_error_counts_from_a_token_on(maker):
+    """It does not matter when a thread finds it: with the last token, or with the mask of the next one."""
+    (x,), (a,) = ids("x"), ids("a")
+    wrong = one(maker, structured_outputs={"regex": "[ab]{3}"})
+    wrong.take([a, x])
+    assert wrong.error_at(1) is None and "does not allow" in wrong.error_at(2) == wrong.error
+    assert [wrong.is_broken_at(n) for n in (1, 2, 3)] == [False, True, True]
+    assert [wrong.ended_by_force(n) for n in (1, 2, 3)] == [False, False, True]
+    empty = one(maker, structured_outputs={"regex": "[ab]{3}"}, allowed_token_ids=[x])
+    allowed(empty, [a])
+    assert empty.error_at(1) is None and "no token in common" in empty.error_at(2) == empty.error
+    assert [empty.is_broken_at(n) for n in (1, 2)] == [False, True]
+    assert [empty.ended_by_force(n) for n in (1, 2)] == [False, True]
 
 
 def test_errors_of_the_library_have_no_backtrace():
@@ -162,140 +174,6 @@ def test_masks_near_the_end_of_a_string_are_exact(maker):
             if text.isascii() and text.isalpha() and token not in TOKENIZER.all_special_ids:
                 assert (token in found) == (len(text) <= left), (left, text)
         output.append(a)
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("slow_seconds", [10, 0])
-@pytest.mark.parametrize("count", [1, 7, 8, 40])  # one after the other, and in threads
-def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds, beside):
-    constraints = maker.make(SamplingParams(n=count, structured_outputs={"regex": "[ab]{3}c"}))
-    output = sorted(ids("ab"))
-    for i, constraint in enumerate(constraints):
-        constraint.take((output * 2)[: i % 4])
-    masks = np.zeros((count, constraints[0].num_words), np.int32)
-    filler = MaskFiller(slow_seconds, slow_steps_seconds=0)
-    filler.start(constraints, masks, beside).wait()
-    if not slow_seconds:
-        masks[:] = 0
-        filler.start(constraints, masks, beside).wait()  # each is timed, since the first ones were slow
-    for mask, constraint in zip(masks, constraints):
-        single = np.zeros_like(mask)
-        constraint.fill(single)
-        assert (single == mask).all()
-    assert count == 1 or not (masks[0] == masks[3]).all()
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_grammars_that_move_on_before_their_masks(maker, beside):
-    """The masks are ready to be filled by then. One that breaks meanwhile gets the mask that `restrict` writes."""
-    constraints = maker.make(SamplingParams(n=12, structured_outputs={"regex": "[ab]{3}c"}))
-    masks = np.zeros((12, constraints[0].num_words), np.int32)
-    (a,), (x,) = ids("a"), ids("x")
-
-    def first():
-        assert (masks == -1).all()
-        for i, constraint in enumerate(constraints):
-            constraint.take([x] if i == 5 else [a] * (i % 4))
-
-    MaskFiller().start(constraints, masks, beside, first).wait()
-    for i, (mask, constraint) in enumerate(zip(masks, constraints)):
-        constraint.restrict([], mask)
-        found = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())
-        assert found & (ids("abc") | {END}) == ({END} if i == 5 else ids("c") if i % 4 == 3 else ids("ab"))
-        assert constraint.broken == (i == 5)
-
-
-def test_an_interrupt_leaves_no_masks_that_are_being_filled(maker, monkeypatch):
-    """The caller gets no `Filling` that it could wait for."""
-    constraint, filled = one(maker, allowed_token_ids=[3, 40]), []
-
-    def slowly(mask):
-        time.sleep(0.3)
-        filled.append(True)
-
-    def interrupted(filling):
-        raise KeyboardInterrupt
-
-    constraint.fill = slowly
-    monkeypatch.setattr(Filling, "wait_begun", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        MaskFiller().start([constraint], np.zeros((1, constraint.num_words), np.int32), True)
-    assert filled
-
-
-def test_masks_without_a_thread_are_filled_once(maker, monkeypatch):
-    """An executor that cannot start its thread has queued the work before."""
-    failures, calls = [], []
-
-    class Executor(ThreadPoolExecutor):
-        def submit(self, *args):
-            with pytest.MonkeyPatch.context() as patch:
-                if not failures:
-                    patch.setattr(threading.Thread, "start", no_thread)
-                return super().submit(*args)
-
-    def no_thread(thread):
-        failures.append(thread)
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(mask_filler, "ThreadPoolExecutor", Executor)
-    filler, masks = MaskFiller(), np.zeros((1, one(maker, allowed_token_ids=[3]).num_words), np.int32)
-    for name in ("first", "second"):
-        constraint = one(maker, allowed_token_ids=[3])
-        constraint.fill = lambda mask, name=name: calls.append((name, threading.current_thread()))
-        filler.start([constraint], masks, True).wait()
-    assert [name for name, _ in calls] == ["first", "second"] and len(failures) == 1
-    (_, first), (_, second) = calls
-    assert first is threading.current_thread() is not second, "a thread is tried again"
-
-
-class SlowMatcher:
-    """Takes 50 ms of a processor for a mask."""
-
-    def __init__(self, num_bytes=16):
-        self.num_bytes = num_bytes
-
-    def compute_bitmask(self):
-        start = time.thread_time()
-        while time.thread_time() < start + 0.05:
-            pass
-        return bytes(self.num_bytes)
-
-
-def test_a_sequence_whose_masks_take_long_ends():
-    constraint, mask = TokenConstraint(SlowMatcher(), None, 4), np.zeros(4, np.int32)
-    for _ in range(9):
-        constraint.fill(mask)
-    assert constraint.error is None
-    for _ in range(3):
-        constraint.fill(mask)
-    assert "too long" in constraint.error and not constraint.broken  # its masks are right all the same
-
-
-def test_a_slow_sequence_among_many_is_found(maker):
-    """The threads of llguidance say only that all masks took long; then each is timed."""
-    others = maker.make(SamplingParams(n=11, structured_outputs={"regex": "[ab]+"}))
-    filler, masks = MaskFiller(0, slow_steps_seconds=0), np.zeros((12, others[0].num_words), np.int32)
-    filler.fill([*others, *maker.make(SamplingParams(structured_outputs={"regex": "[ab]+"}))], masks)
-    slow = TokenConstraint(SlowMatcher(masks[0].nbytes), None, others[0].num_words)
-    for _ in range(12):
-        filler.fill([*others, slow], masks)
-    assert "too long" in slow.error and not any(constraint.error for constraint in others)
-
-
-@pytest.mark.parametrize("slow_steps_seconds, timed", [(1e-9, True), (60, False)])
-def test_each_mask_is_timed_only_when_slow_steps_add_up(maker, slow_steps_seconds, timed):
-    """Timing takes long: one slow mask in a hundred, which any grammar may have, does not lead there."""
-    constraints = maker.make(SamplingParams(n=12, structured_outputs={"regex": "[ab]+"}))
-    masks, single = np.zeros((12, constraints[0].num_words), np.int32), []
-    for constraint in constraints:
-        constraint.fill = lambda mask, fill=constraint.fill: (single.append(mask), fill(mask))
-    filler = MaskFiller(slow_seconds=0, slow_steps_seconds=slow_steps_seconds)
-    filler.fill(constraints, masks)
-    assert not single
-    for _ in range(3):
-        filler.fill(constraints, masks)
-    assert len(single) == (36 if timed else 0)
 
 
 @pytest.mark.parametrize("size", [SIZE - 100, SIZE + 100, SIZE + -SIZE % 32])

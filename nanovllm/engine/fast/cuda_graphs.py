@@ -164,6 +164,14 @@ class DecodeGraphs:
         """What is captured by now."""
         return set(self._graphs)
 
+    def has_model(self, shape: StepShape) -> bool:
+        """Whether the step's model is captured by now."""
+        return _model_of(shape) in self._graphs
+
+    def has_masks(self, num_masks: int) -> bool:
+        """Whether applying so many masks is captured by now."""
+        return num_masks in self._mask_graphs
+
     def run(self, shape: StepShape, launch: Callable[[StepShape], object]) -> bool:
         """Replay a step. False: its kind of sampling was not captured, and the step ends with the static logits.
 
@@ -179,7 +187,7 @@ class DecodeGraphs:
     def run_model(self, shape: StepShape, launch: Callable[[StepShape], object]) -> None:
         """As `run`, without sampling: the caller may change the static logits before `draw`."""
         graphs = self._graphs
-        model = StepShape(shape.rows, shape.context, shape.shared, shape.piggybacked)
+        model = _model_of(shape)
         if model not in graphs:
             graphs[model] = self._backend.capture(partial(launch, model))
         graphs[model].replay()
@@ -199,3 +207,7 @@ class DecodeGraphs:
             self._mask_graphs[num_masks] = self._backend.capture(launch)
         else:
             graph.replay()
+
+
+def _model_of(shape: StepShape) -> StepShape:
+    return StepShape(shape.rows, shape.context, shape.shared, shape.piggybacked)

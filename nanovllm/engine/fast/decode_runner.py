@@ -19,7 +19,6 @@ from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
 from nanovllm.engine.token_masks import StartedMasks
-from nanovllm.hardware.devices import on_device
 
 
 class DecodeRunner:
@@ -37,8 +36,7 @@ class DecodeRunner:
         buckets: the batch sizes that steps are padded to; None: none is padded.
         capture_sampling: whether `Sampler.sample_op` is worth a graph; it then takes greedy rows too.
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
-        fill_beside: fill masks in threads, and launch the end of such a step before the next one. The engine reads the
-            step before meanwhile.
+        fill_beside: a thread fills masks. Where a step is captured, the device waits for them, and not the host.
         capture_masks: where sampling is captured, `Sampler.mask_op` is too.
     """
 
@@ -130,6 +128,7 @@ class DecodeRunner:
             return self._launch(step, piggybacked)
         except BaseException:  # an interrupt may come between the host's mirror and the device
             self.state.reset()
+            self._sampler.masks.settle()
             raise
 
     def _piggybacked_tokens(self, step: ScheduledStep) -> int:
@@ -148,6 +147,8 @@ class DecodeRunner:
             pieces = Batch.build(step.pieces, state.block_size)
             self._runs.send(pieces, self._runs_bucket(piggybacked))
         graphs, constrained, drawn = self.graphs, state.constrained(), False
+        if graphs is not None and not graphs.has_model(shape):
+            self._sampler.masks.settle()
         if graphs is None or self.logits is None:
             logits = self._run_model(shape)
         else:
@@ -156,44 +157,40 @@ class DecodeRunner:
                 graphs.run_model(shape, self._launch_shape)
             else:
                 drawn = graphs.run(shape, self._launch_shape)
-        masks = self._sampler.masks.begin(constrained, self._fill_beside) if constrained else None
-        rest = partial(self._end, shape, logits, drawn, masks)
-        result = StepResult(step, None, order=order, device=self._paged.device, rest=rest)
-        if masks is None or not self._fill_beside:
-            result.complete()
-        return result
-
-    def _end(
-        self, shape: StepShape, logits: torch.Tensor, drawn: bool, masks: StartedMasks | None, result: StepResult
-    ) -> tuple[torch.Tensor, LogprobsTensors | None]:
-        """Launch the end of a step: sampling and the state's advance. The tokens, and their log-probabilities.
-
-        drawn: it was launched with the model.
-        """
-        state, logprobs = self.state, None
-        try:
-            # This may be called after `launch` has returned.
-            with torch.inference_mode(), on_device(self._paged.device):
-                if shape.mode is SamplingMode.GENERAL:
-                    logprobs = self._sample_by_host(logits[: state.num_rows], masks)
-                elif not drawn:
-                    if masks is not None:
-                        self._constrain(logits, masks)
-                    if masks is None or self.graphs is None or not self.graphs.draw(shape):
-                        self._sample_from_state(logits, shape.mode)
-            state.advance_mirror()
-        except BaseException:  # as in `launch`
-            state.reset()
-            raise
+        masks = None
+        if constrained:
+            masks = self._sampler.masks.begin(constrained, self._fill_beside, at_gate=self._uses_mask_graphs)
+        logprobs = None
+        if shape.mode is SamplingMode.GENERAL:
+            logprobs = self._sample_by_host(logits[: state.num_rows], masks)
+        elif not drawn:
+            if masks is not None:
+                self._constrain(logits, masks)
+            if masks is None or graphs is None or not graphs.draw(shape):
+                self._sample_from_state(logits, shape.mode)
+        state.advance_mirror()
+        result = StepResult(
+            step, state.tokens(), logprobs, order=order, device=self._paged.device,
+            check=None if masks is None else masks.filling.check,
+        )  # fmt: skip
         if state.ring is not None:
             state.ring.hold(result)
-        return state.tokens(), logprobs
+        if masks is not None:
+            masks.wait_begun()  # when all is launched: it waits for the step before
+        return result
 
     def _constrain(self, logits: torch.Tensor, masks: StartedMasks) -> None:
-        if self.graphs is None or self.logits is None or not self._capture_masks:
+        """Mask the logits of a step that is sampled with the state's parameters."""
+        if self.graphs is None or not self._uses_mask_graphs:
             self._sampler.constrain(logits, masks)
         else:
-            self.graphs.constrain(len(masks), partial(self._sampler.mask_op, self.logits, *masks.finish()))
+            # The first call compiles or loads a kernel, and is captured: the host waits for the masks.
+            on_device = masks.finish(wait=not self.graphs.has_masks(len(masks)))
+            self.graphs.constrain(len(masks), partial(self._sampler.mask_op, self.logits, *on_device))
+
+    @property
+    def _uses_mask_graphs(self) -> bool:
+        return self.graphs is not None and self.logits is not None and self._capture_masks
 
     def _shape(self, piggybacked: int) -> StepShape:
         """The shape of the step that the state's rows are placed for."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.engine.token_masks import MakeGate
+from nanovllm.hardware.stream_gate import stream_gate
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.ops.checks import values_checked
 
@@ -66,7 +68,8 @@ class FastPolicy:
     """Quantised weights stay packed where layers run op by op; if not, they are expanded when they are loaded. None: on
     a GPU."""
     fill_beside: bool | None = None
-    """The masks of constrained rows are filled in threads while the host reads the step before. None: on a GPU."""
+    """A thread makes the masks of constrained rows while the host reads the step before and launches the next one.
+    None: on a GPU."""
     warm_up: bool | None = None
     """Kernels are compiled when the engine starts, not while it serves. None: on a GPU."""
 
@@ -92,6 +95,8 @@ class FastPolicy:
     capture_sampling: bool | None = None
     """Decode graphs sample as well. None: where sampling is one kernel; the reference is thousands of launches."""
     piggyback: PiggybackSizes = field(default_factory=PiggybackSizes)
+    mask_gate: MakeGate = stream_gate
+    """What captured steps wait at for their masks. Tests pass a stand-in."""
     graph_backend: Callable[[Any], Any] | None = None
     """(device) -> `GraphBackend`, what captures steps. None: CUDA graphs. Tests pass one that calls functions again."""
 

@@ -53,7 +53,7 @@ class TokenRing:
         reference = self._results[self._count % DEPTH]
         result = None if reference is None else reference()
         if result is not None:
-            result.token_ids()
+            result.read()
 
     def step_launched(self) -> None:
         """A step was launched."""

@@ -82,9 +82,9 @@ def test_a_result_that_nobody_wants_is_not_waited_for():
     read = []
 
     class Watched(StepResult):
-        def token_ids(self):
+        def read(self):
             read.append(self)
-            return super().token_ids()
+            return super().read()
 
     steps = Steps("cpu", make_result=Watched)
     for i in range(2 * DEPTH):
@@ -92,3 +92,18 @@ def test_a_result_that_nobody_wants_is_not_waited_for():
     assert not read
     kept = [steps.launch([i]) for i in range(DEPTH + 1)]
     assert read == kept[:1]
+
+
+def test_a_result_that_is_of_no_use_fails_no_later_step():
+    """It may still be referred to, by the traceback of its failure."""
+
+    class Useless(StepResult):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs, check=lambda: 1 / 0)
+
+    steps = Steps("cpu", make_result=Useless)
+    kept = [steps.launch([i]) for i in range(2 * DEPTH)]
+    for i, result in enumerate(kept):
+        with pytest.raises(ZeroDivisionError):
+            result.token_ids()
+        assert result.read() == [i]
