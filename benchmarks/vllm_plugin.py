@@ -4,11 +4,16 @@
     python -m benchmarks.vllm_plugin --variants "0 add_rms_norm,silu_and_mul 0"   # the second 0 shows the differences
                                                                                   # between engines that are the same
 
+    python -m benchmarks.vllm_plugin --variants "0 1" --rounds 4 --traces 5       # also the time of the GPU alone
+
 A variant is a value of NANOVLLM_VLLM. `bench.py --engine vllm --vllm-plugin` measures one engine after the other, each
 for as long as it starts; here a round is a run of each, so that what slows the machine slows them all. Every other
 round goes the other way round. Each engine has CPUs of its own, and these change places every two rounds: after four
 rounds, two engines had each order with each half of the CPUs. A row has the median of the rounds, and the median and
 the quartiles of the rounds' ratios to the first variant. Weights are random; temperature 0.6.
+
+The host of vLLM decides these rates, and its speed varies. With --traces each engine is also traced in turns, with
+outputs of 64 tokens: a row has the milliseconds in which the GPU computed, divided by the number of decode steps.
 `benchmarks.vllm_ops` measures the ops by themselves.
 """
 
@@ -28,11 +33,14 @@ from typing import Any
 from benchmarks.turns import Peer, serve, stop_on_signals
 from nanovllm.bench.engines.common import model_directory
 from nanovllm.bench.job import Job
+from nanovllm.bench.trace_reader import DEVICE, Kernel, busy
 from nanovllm.bench.workloads import select
 from nanovllm.models.model_presets import preset
 
 NOT_CACHE = 4.5
 """GiB of an engine's share of the GPU that are not its cache: weights, activations, graphs, and what CUDA takes."""
+TRACED_TOKENS = 64
+"""Output tokens of each request that is traced."""
 WARM_UP = 16384
 """About the output tokens of a run that is not counted. std256's outputs are an eighth there: the prompts are whole,
 and requests end one after the other, so that steps have all sizes."""
@@ -41,15 +49,18 @@ and requests end one after the other, so that steps have all sizes."""
 class Engine:
     """vLLM in a process of its own."""
 
-    def __init__(self, folder: str, share: float, cpus: str) -> None:
-        self._folder, self._share = folder, share
+    def __init__(self, folder: str, share: float, cpus: str, traces: str) -> None:
+        self._folder, self._share, self._traces = folder, share, Path(traces) if traces else None
         os.sched_setaffinity(0, map(int, cpus.split(",")))  # its processes inherit them
 
     def answer(self, request: dict[str, Any]) -> Any:
         """{} -> the ops that it serves; {"workload", "seed", "tokens"} -> seconds and output tokens of a run.
 
         "tokens": outputs are shorter, in proportion, if they have more together; null: as the workload has them.
+        With "traced": true, and outputs of `TRACED_TOKENS` tokens: milliseconds of the GPU, and decode steps.
         """
+        if request.pop("traced", False):
+            return self._trace(**request)
         return self._run(**request) if request else self._start()
 
     def _start(self) -> list[str]:
@@ -60,18 +71,34 @@ class Engine:
         self._llm = vllm.LLM(
             model=self._folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, max_num_seqs=256,
             seed=0, gpu_memory_utilization=self._share,
-            kv_cache_memory_bytes=int(self._share * memory - NOT_CACHE * 2**30),
+            kv_cache_memory_bytes=int(self._share * memory - NOT_CACHE * 2**30), **self._tracing(),
         )  # fmt: skip
         config = self._llm.llm_engine.vllm_config
         self._vocabulary = config.model_config.hf_config.vocab_size
         return config.additional_config.get("nanovllm", {}).get("ops", [])
 
-    def _run(self, workload: str, seed: int, tokens: int | None = None) -> tuple[float, int]:
+    def _tracing(self) -> dict[str, Any]:
+        """Arguments of vLLM."""
+        if self._traces is None:
+            return {}
+        options = {"profiler": "torch", "torch_profiler_dir": str(self._traces), "ignore_frontend": True}
+        unused = ("torch_profiler_with_stack", "torch_profiler_use_gzip", "torch_profiler_dump_cuda_time_total")
+        return {"profiler_config": {**options, **dict.fromkeys(unused, False)}}
+
+    def _trace(self, workload: str, seed: int) -> tuple[float, int]:
+        assert self._traces is not None
+        self._llm.start_profile()
+        self._run(workload, seed, length=TRACED_TOKENS)
+        self._llm.stop_profile()
+        return milliseconds_of_device(self._traces), TRACED_TOKENS
+
+    def _run(self, workload: str, seed: int, tokens: int | None = None, length: int | None = None) -> tuple[float, int]:
+        """length: that of every output, whatever the workload has."""
         import vllm
 
         items = select([workload])[0].draw(seed, self._vocabulary)
         prompts: Any = [{"prompt_token_ids": item.prompt} for item in items]
-        lengths = shortened([item.num_output for item in items], tokens)
+        lengths = shortened([item.num_output if length is None else length for item in items], tokens)
         params = [
             vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length, detokenize=False)
             for length in lengths
@@ -79,6 +106,19 @@ class Engine:
         started = time.perf_counter()
         self._llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started, sum(lengths)
+
+
+def milliseconds_of_device(folder: Path) -> float:
+    """In which the GPU computed, by the only trace of PyTorch's profiler in a folder, which is removed."""
+    files = list(folder.glob("*.json"))
+    if len(files) != 1:
+        raise RuntimeError(f"{folder}: {len(files)} traces; expected the one that vLLM's profiler has just written")
+    events = json.loads(files[0].read_text())["traceEvents"]
+    files[0].unlink()
+    kernels = [Kernel(e["name"], e["ts"], e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in DEVICE]
+    if not kernels:
+        raise RuntimeError("the trace of vLLM's profiler has no kernels")
+    return busy(kernels) / 1000
 
 
 def shortened(lengths: list[int], tokens: int | None) -> list[int]:
@@ -94,17 +134,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--preset", default="qwen3-0.6b")
     p.add_argument("--workloads", default="bs1,bs32,std256")
     p.add_argument("--rounds", type=int, default=3, help="after one that is not counted")
+    p.add_argument("--traces", type=int, default=0, metavar="N", help="traces of each engine and workload (default: 0)")
     p.add_argument("--budget", type=float, default=3600, help="seconds after which it has ended")
     p.add_argument("--share", type=float, default=0.96, help="of the GPU's memory, of all engines together")
     p.add_argument("--json", type=Path, help="keep the rows in this file, anew after each round")
-    p.add_argument("--serve", nargs=3, metavar=("MODEL", "SHARE", "CPUS"), help=argparse.SUPPRESS)
+    p.add_argument("--serve", nargs=4, metavar=("MODEL", "SHARE", "CPUS", "TRACES"), help=argparse.SUPPRESS)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.serve:
-        serve(Engine(args.serve[0], float(args.serve[1]), args.serve[2]).answer)
+        serve(Engine(args.serve[0], float(args.serve[1]), *args.serve[2:]).answer)
         return 0
     end = time.perf_counter() + args.budget
     variants = args.variants.split()
@@ -115,7 +156,8 @@ def main(argv: list[str] | None = None) -> int:
         try:
             for index, ops in enumerate(variants):
                 command = ["-m", "benchmarks.vllm_plugin", "--serve", folder, str(args.share / len(variants))]
-                command.append(",".join(map(str, cpus_of(index, len(variants)))))
+                traces = f"{folder}/traces-{index}" if args.traces else ""
+                command += [",".join(map(str, cpus_of(index, len(variants)))), traces]
                 environment = {"NANOVLLM_VLLM": ops, "VLLM_CACHE_ROOT": f"{folder}/cache-{index}"}
                 peers.append(Peer(ops, command, environment, Path(folder) / f"log-{index}"))
                 peers[-1].ask({})
@@ -149,8 +191,13 @@ def measure(args: argparse.Namespace, peers: list[Peer], end: float) -> int:
                     args.json.write_text(json.dumps(sum(rows.values(), []), indent=1))
             if max((len(row["rounds"]) for row in rows.get(name, [])), default=0) < args.rounds:
                 break  # the budget is used up, or no engine is left
+        for name in args.workloads.split(",") if args.traces else ():
+            rows[f"{name}, GPU"] = gpu_rows_of(name, traces_of(name, args.traces, peers, end))
+            if args.json:
+                args.json.write_text(json.dumps(sum(rows.values(), []), indent=1))
     finally:  # those of a run that is stopped, too
-        show(sum(rows.values(), []))
+        show([row for row in sum(rows.values(), []) if "rate" in row])
+        show_gpu([row for row in sum(rows.values(), []) if "gpu_ms" in row])
     return 1 if not rows or any(peer.failure for peer in peers) else 0
 
 
@@ -194,6 +241,38 @@ def rows_of(name: str, rates: dict[Peer, list[float]]) -> list[dict[str, Any]]:
                 "quartiles": [low, high], "rounds": each.copy(),
             })  # fmt: skip
     return rows
+
+
+def traces_of(name: str, count: int, peers: list[Peer], end: float) -> dict[Peer, list[float]]:
+    """Milliseconds of the GPU a decode step, of each trace. The first one of each engine is left out."""
+    found: dict[Peer, list[float]] = {peer: [] for peer in peers if peer.failure is None}
+    for turn in range(count + 1):
+        for peer in list(found) if turn % 2 else list(found)[::-1]:
+            if peer.failure is None and time.perf_counter() < end:
+                peer.ask({"workload": name, "seed": turn, "traced": True})
+                reply = peer.reply(min(end, time.perf_counter() + 120))
+                if reply is not None and turn:
+                    found[peer].append(reply[0] / reply[1])
+    return found
+
+
+def gpu_rows_of(name: str, found: dict[Peer, list[float]]) -> list[dict[str, Any]]:
+    """A row for each engine that has traces. "ratio": how many times as fast as the first one."""
+    each = {peer.label: times for peer, times in found.items() if times}
+    first = median(next(iter(each.values()))) if each else 0.0
+    return [
+        {"workload": name, "variant": label, "gpu_ms": median(times), "ratio": first / median(times), "traces": times}
+        for label, times in each.items()
+    ]
+
+
+def show_gpu(rows: list[dict[str, Any]]) -> None:
+    if rows:
+        print("\n| workload | NANOVLLM_VLLM | GPU, ms a step | times as fast | traces |\n|---|---|---|---|---|")
+    for row in rows:
+        traces = ", ".join(f"{ms:.3f}" for ms in row["traces"])
+        print(f"| {row['workload']} | {row['variant']} | {row['gpu_ms']:.3f} | {row['ratio']:.3f} | {traces} |")
+    sys.stdout.flush()
 
 
 def show(rows: list[dict[str, Any]]) -> None:

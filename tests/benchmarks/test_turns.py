@@ -249,3 +249,36 @@ def test_a_tiny_model_on_a_cpu(tmp_path, capsys):
 def test_an_unknown_side_is_named():
     with pytest.raises(SystemExit, match="unknown 'fast'; known are plain, nanovllm"):
         adapters_compiled.main(["--sides", "fast"])
+
+
+def test_the_time_of_the_gpu_in_turns(capsys, tmp_path):
+    kept = tmp_path / "rows.json"
+    args = vllm_plugin.parser().parse_args(
+        ["--workloads", "bs1", "--rounds", "1", "--traces", "2", "--json", str(kept)]
+    )
+    first = Standing("0", [[], [1, 9], [1, 10], [99, 64], [64, 64], [128, 64]])
+    second = Standing("1", [[], [1, 9], [1, 11], [99, 64], [32, 64], [64, 64]])
+    assert vllm_plugin.measure(args, [first, second], float("inf")) == 0
+    out = capsys.readouterr().out
+    assert "| bs1 | 0 | 1.500 | 1.000 | 1.000, 2.000 |" in out and "| bs1 | 1 | 0.750 | 2.000 | 0.500, 1.000 |" in out
+    assert [one["seed"] for one in first.asked if one.get("traced")] == [0, 1, 2]
+    assert [row.get("gpu_ms") for row in json.loads(kept.read_text())] == [None, None, 1.5, 0.75]
+
+
+def test_what_the_gpu_computed_by_a_trace(tmp_path):
+    def event(cat, start, duration):
+        return {"ph": "X", "cat": cat, "name": "k", "ts": start, "dur": duration}
+
+    events = [
+        event("kernel", 0, 1000),
+        event("gpu_memcpy", 500, 1000),
+        event("kernel", 4000, 500),
+        event("cpu_op", 0, 9999),
+    ]
+    (tmp_path / "rank0.pt.trace.json").write_text(json.dumps({"traceEvents": [*events, {"ph": "M", "name": "x"}]}))
+    assert vllm_plugin.milliseconds_of_device(tmp_path) == pytest.approx(2.0)
+    with pytest.raises(RuntimeError, match="0 traces; expected the one"):  # the trace was removed
+        vllm_plugin.milliseconds_of_device(tmp_path)
+    (tmp_path / "rank0.pt.trace.json").write_text(json.dumps({"traceEvents": events[3:]}))
+    with pytest.raises(RuntimeError, match="no kernels"):
+        vllm_plugin.milliseconds_of_device(tmp_path)
