@@ -305,6 +305,19 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
     assert 0 < worst["right"] < 1 < worst["wrong"]
 
 
+def test_kernels_verify_says_which_cases_failed_without_a_result(tmp_path):
+    (tmp_path / "plugin.py").write_text(
+        "import torch\nfrom nanovllm.kernels import softmax\n\n"
+        "@softmax.provider('raises')\ndef raises(x):\n    return x.sofmax(-1)\n\n"
+        "@softmax.provider('mixed')\ndef mixed(x):\n    return x.sofmax(-1) if len(x) == 1 else 2 * x\n"
+    )
+    options = "--kernel-plugin", str(tmp_path / "plugin.py"), "--provider", "raises", "--provider", "mixed", "--quick"
+    for more in ((), ("--timeout", "0")):
+        done = run_here("kernels", "verify", "softmax", *options, *more)
+        assert re.search(r"^softmax +raises +21 +0 +- 21 failed$", done.stdout, re.M), done.stdout
+        assert re.search(r"^softmax +mixed +21 +0 +\S+ 1\d wrong, \d failed$", done.stdout, re.M), done.stdout
+
+
 NO_MASK = """
 import torch, triton
 import triton.language as tl
@@ -334,7 +347,7 @@ def test_kernels_verify_finds_a_store_without_a_mask(tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.search(r"^softmax +no_mask +\d+ +\d+ +- crashed$", done.stdout, re.M), done.stdout
     said = " ".join(done.stdout.split())
-    assert "crashed (SIGSEGV) at plugin.py:11, `tl.store(y + i, e / tl.sum(e))`: a store without a mask?" in said
+    assert "crashed (SIGSEGV) at plugin.py:11, `tl.store(y + i, e / tl.sum(e))`: a store with a wrong" in said
 
 
 def test_kernels_verify_prints_the_seed_it_drew():

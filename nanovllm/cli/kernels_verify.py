@@ -148,6 +148,7 @@ def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
         "skipped": sum(v.skipped is not None for v in verdicts),
         "worst_error_over_tolerance": max((v.error for v in verdicts), default=0.0),
         "failures": [f"{v.case}: {v.failure}" for v in verdicts if v.failure],
+        "raised": sum(v.raised for v in verdicts),
     }
 
 
@@ -168,7 +169,11 @@ class _Table:
         verdict = "right" if row["cases"] else "took no case"
         if failures:
             ends = [end for end in ("crashed", "hung") if any(f": {end}" in f for f in failures)]
-            verdict = " and ".join(ends) or f"{len(failures)} wrong"
+            raised = row["raised"]
+            counts = [
+                f"{number} {word}" for number, word in ((len(failures) - raised, "wrong"), (raised, "failed")) if number
+            ]
+            verdict = " and ".join(ends) or ", ".join(counts)
         worst = row["worst_error_over_tolerance"]
         error = (
             f"{worst:.2f}" if worst < 100 or math.isinf(worst) else f"{worst:.0e}".replace("+0", "").replace("+", "")

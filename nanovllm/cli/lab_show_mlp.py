@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from pathlib import Path
 
@@ -36,12 +37,18 @@ def show(result: Sweeps) -> None:
                 _show_profile(name, p, "kernel" if result.device.type == "cuda" else "operator")
 
 
+_NOISE = 0.8
+"""A point with more arithmetic takes less than this share of the time before it only if something else disturbs it."""
+
+
 def in_words(name: str, points: tuple[Point, ...]) -> str | None:
     """What the growth from the first point to the last says; None: there is no second point."""
     timed = [(p.ratio, p.flops_ratio) for p in points if p.ratio is not None and p.flops_ratio is not None]
     if len(timed) < 2 or points[0].ratio is None:
         return None
     ratio, flops_ratio = timed[-1]
+    if any(later < _NOISE * earlier for (earlier, _), (later, _) in itertools.pairwise(timed)):
+        return "More arithmetic took less time: the times vary too much. Run again when the machine is idle."
     if ratio > 1.15 * flops_ratio:
         why = "more than in proportion; perhaps a cache is too small, the clock is lower, or other programs run."
     elif ratio > 0.85 * flops_ratio:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,9 @@ def locate(config: EngineConfig) -> Checkpoint:
     if config.load_format == "gguf":
         raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
     if not path.is_dir():
-        if dummy and (config.model.lower() in PRESETS or "/" not in config.model):
+        if dummy and "/" not in config.model:
+            if config.model.lower() not in PRESETS:
+                raise ValueError(_no_shape(config.model))
             online = _online(config.quantization, None, path)
             return checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy", online=online)
         path = _from_hub(config.model)
@@ -117,6 +120,8 @@ def _parse(config: Mapping[str, Any], file: Path) -> ModelConfig:
 
 def _from_hub(model_id: str) -> Path:
     """A hub id's directory in the local cache, downloaded if it is not there."""
+    if model_id.startswith((".", "/", "~")):
+        raise FileNotFoundError(_nowhere(model_id))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -131,13 +136,37 @@ def _from_hub(model_id: str) -> Path:
             return Path(snapshot_download(model_id, allow_patterns=patterns, local_files_only=True))
         except LocalEntryNotFoundError:
             return Path(snapshot_download(model_id, allow_patterns=patterns))
-    except HFValidationError as e:
-        raise FileNotFoundError(
-            f"model={model_id!r} is no local directory or .gguf file; pass the path of one, or a hub id such as"
-            " 'Qwen/Qwen3-0.6B'"
-        ) from e
+    except HFValidationError:
+        raise FileNotFoundError(_nowhere(model_id)) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
         raise FileNotFoundError(
             f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
             f" ({type(e).__name__}); pass a directory or a .gguf file, or download it first"
         ) from e
+
+
+def _nowhere(name: str) -> str:
+    """What is said of a name that can be no hub id."""
+    near = _nearest(name, {})
+    remedy = f"did you mean {near!r}?" if near else "pass the path of one, or a hub id such as 'Qwen/Qwen3-0.6B'"
+    return f"model={name!r} is no local directory or .gguf file; {remedy}"
+
+
+def _no_shape(name: str) -> str:
+    """What is said of a name that is to give a model's shape, and gives none."""
+    near = _nearest(name, PRESETS)
+    remedy = f"did you mean {near!r}?" if near else f"presets are {', '.join(PRESETS)}"
+    return f"model={name!r} is no local directory, and no preset (the shape of a published model); {remedy}"
+
+
+def _nearest(name: str, presets: Collection[str]) -> str | None:
+    """What a mistyped name was meant to be: a directory with a config.json beside it, or a preset."""
+    path = Path(name).expanduser()
+    try:
+        siblings = [p for p in path.parent.iterdir() if (p / "config.json").is_file()]
+    except OSError:
+        siblings = []
+    # A path that has no slash in it would be taken for a hub id.
+    named = {p.name: str(p) if p.is_absolute() else f"./{p}" for p in siblings} | {p: p for p in presets}
+    near = difflib.get_close_matches(path.name, named, n=1, cutoff=0.7)
+    return named[near[0]] if near else None

@@ -18,8 +18,8 @@ def test_their_code_runs():
     guide = code(REPOSITORY / "docs" / "getting-started.md")
     assert "llm.chat(" in guide and "llm.stream(" in guide and "cache_salt" in guide
     readme = code(REPOSITORY / "README.md")
-    assert '"path/to/Qwen3-0.6B"' in readme and "max_tokens=64" in readme
-    readme = readme.replace('"path/to/Qwen3-0.6B"', "demo_model_path()").replace("max_tokens=64", "max_tokens=4")
+    assert '"Qwen/Qwen3-0.6B"' in readme and "max_tokens=64" in readme
+    readme = readme.replace('"Qwen/Qwen3-0.6B"', "demo_model_path()").replace("max_tokens=64", "max_tokens=4")
     done = subprocess.run(
         [sys.executable, "-c", guide + readme], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
     )

@@ -92,4 +92,7 @@ def test_words_for_growth():
     assert "in proportion; the limit is the same" in in_words("batch", points(8.2))
     assert "less than in proportion; the small end" in in_words("dim", points(2.0))
     assert "more than in proportion" in in_words("batch", points(12.0))
+    up_and_down = (*points(30.85)[:1], Point(BASE, 30.85, 30.85, 2.0), Point(BASE, 20.0, 20.0, 4.0))
+    assert in_words("batch", up_and_down).startswith("More arithmetic took less time: the times vary too much.")
+    assert in_words("batch", points(0.9)).startswith("8 times the arithmetic takes 0.9 times as long")  # a little noise
     assert in_words("batch", (Point(BASE, 1.0, 1.0, 1.0), Point(BASE, reason="out of memory"))) is None

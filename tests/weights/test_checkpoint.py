@@ -1,6 +1,7 @@
 """Where a model is, and its configuration: found, or an error that names what is missing."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,12 @@ def test_directories_and_presets(checkpoint, monkeypatch):
             ["is a preset", "'Qwen/Qwen3-0.6B'", 'load_format="dummy"', "--load-format dummy"],
             {},
         ),
-        ("qwen3-0.7b", ValueError, ["no preset 'qwen3-0.7b'", "did you mean 'qwen3-"], dict(load_format="dummy")),
+        (
+            "qwen3-0.7b",
+            ValueError,
+            ["model='qwen3-0.7b' is no local directory, and no preset", "did you mean 'qwen3-"],
+            dict(load_format="dummy"),
+        ),
         ("{}", FileNotFoundError, ["holds no config.json", "pass a Hugging Face model directory"], {}),
         ("{}/none.gguf", FileNotFoundError, ["none.gguf", "no such file"], {}),
         ("{}/x.safetensors", ValueError, ["no .gguf", "pass the directory that holds config.json"], {}),
@@ -82,6 +88,27 @@ def test_an_unsupported_architecture_lists_the_supported(checkpoint, config):
     path.write_text(json.dumps(common | config))
     name = config["architectures"][0]
     not_found(ValueError, checkpoint, repr(name), "supported are Gemma2ForCausalLM, ")
+
+
+def test_a_mistyped_directory_is_told_of_the_one_that_is_there(tmp_path, monkeypatch):
+    (tmp_path / "small-qwen3").mkdir()
+    (tmp_path / "small-qwen").mkdir()
+    (tmp_path / "small-qwen3" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    words = "is no local directory, and no preset", "did you mean './small-qwen3'?"
+    not_found(ValueError, "small-qwen2", *words, load_format="dummy")
+    not_found(ValueError, "tiny", "presets are qwen3-0.6b, ", load_format="dummy")
+    for name, meant in (("./small-qwen2", "./small-qwen3"), (f"{tmp_path}/small-qwen2", f"{tmp_path}/small-qwen3")):
+        not_found(FileNotFoundError, name, f"model={name!r} is no local directory", f"did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize("name", ["./none", "/none", "~/none", "../none", "not a hub id!"])
+def test_what_can_be_no_hub_id_is_an_error_without_another_before_it(name, monkeypatch):
+    if name != "not a hub id!":
+        monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileNotFoundError, match="is no local directory") as error:
+        locate(EngineConfig(name))
+    assert error.value.__suppress_context__ or error.value.__context__ is None
 
 
 @pytest.mark.parametrize("name", ["no-such-directory", "someone/no-such-model", "not a hub id!", "/no/such/directory"])

@@ -14,6 +14,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import linecache
 import logging
 import os
 import re
@@ -102,7 +103,13 @@ def _what_failed(name: str, error: BaseException) -> str:
     elif isinstance(error, KeyError) and (near := _ops_like(error.args)):
         text += f": there is no such op; did you mean {near}?"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == name]
-    return f"line {lines[-1]}: {text}" if lines else text
+    if isinstance(error, SyntaxError) and error.filename == name and error.lineno is not None:
+        text, lines = f"{type(error).__name__}: {error.msg}", [error.lineno]
+    if not lines or lines[-1] is None:
+        return text
+    linecache.checkcache(name)  # the file may have changed since
+    source = linecache.getline(name, lines[-1]).strip()
+    return f"line {lines[-1]}{f', `{source}`' if source else ''}: {text}"
 
 
 def _ops_like(key: tuple[object, ...]) -> str:

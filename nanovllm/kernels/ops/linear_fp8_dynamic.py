@@ -171,7 +171,7 @@ def add_rms_norm_linear_fp8_dynamic(
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`linear_fp8_dynamic` of rms_norm(residual + x), and residual + x: from one block to the next one's projection.
+    """`linear_fp8_dynamic` of rms_norm(residual + x), and residual + x: from one sublayer to the next one's projection.
 
     Args:
         x, residual, norm_weight, eps: as of `add_rms_norm`.

@@ -66,7 +66,7 @@ def norm_inputs(t, rows, size):
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """residual + x, and its RMS norm: what lies between two blocks of a pre-norm decoder.
+    """residual + x, and its RMS norm: what lies between two sublayers of a pre-norm decoder.
 
     Args:
         x, residual: [..., size], same dtype; weight: [size].

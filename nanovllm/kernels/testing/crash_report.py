@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 import signal
@@ -14,6 +15,8 @@ _FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+) in ', re.MUL
 _LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/nanovllm/kernels/testing/|^<")
 _ACCESS = re.compile(r" in \w*(load|store|atomic)")
 """In Triton's interpreter the function that accesses memory is named for what it does."""
+_WIDER_DTYPE = re.compile(r"Expected dtype \[[^]]*'fp32'[^]]*\] but got (bf16|fp16)")
+"""Such as of `tl.exp`, which Triton has for wide floats only."""
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
@@ -43,7 +46,12 @@ def describe(code: int, stack: str, limit: float) -> End:
     if -code not in _MEMORY_SIGNALS:
         return End(f"crashed ({name}){place}", False)
     access = _ACCESS.search(above)
-    return End(f"crashed ({name}){place}: a {access[1] if access else 'load or store'} without a mask?", False)
+    return End(f"crashed ({name}){place}: {out_of_bounds(access[1] if access else 'load or store')}", False)
+
+
+def out_of_bounds(access: str) -> str:
+    """What an access out of bounds may come from. A line that has a mask may have a wrong one."""
+    return f"a {access} with a wrong or missing mask, or a wrong offset?"
 
 
 def _place(stack: str) -> tuple[str, str]:
@@ -70,30 +78,55 @@ def place_of_frame(frame: FrameType | None) -> str:
     return "" if frame is None else f", at {_line(frame.f_code.co_filename, frame.f_lineno)}"
 
 
-def what_failed(error: Exception) -> str:
+def what_failed(error: BaseException) -> str:
     """What an error of a provider says, and the innermost line outside of libraries that raised it."""
     first = str(error).split("\n")[0]
     if "illegal memory access" in first:
-        return f"crashed ({first}): a load or a store without a mask?"
-    if type(error).__name__ == "InterpreterError" and isinstance(error.__cause__, Exception):
-        return what_failed(error.__cause__)  # what the kernel's code raised
+        return f"crashed ({first}): {out_of_bounds('load or store')}"
     if (message := _compiler_message(error)) is not None:
-        return message
+        return message + _hint(message)
+    place = _place_of(error)
+    while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
+        error = error.__cause__  # what the kernel's code raised, or a function of Triton that it calls
+        place = _place_of(error) or place
+    return f"{type(error).__name__}: {error}{place}{_hint(str(error))}"
+
+
+def _place_of(error: BaseException) -> str:
+    """ ", at file:line, `source`" of the innermost line outside of libraries in an error's traceback; empty if none."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not _LIBRARIES.search(f.filename)]
-    place = f", at {_line(frames[-1].filename, frames[-1].lineno)}" if frames and frames[-1].lineno else ""
-    hint = "; is `@triton.jit` missing above the kernel?" if "'function' object is not subscriptable" in first else ""
-    return f"{type(error).__name__}: {error}{place}{hint}"
+    return f", at {_line(frames[-1].filename, frames[-1].lineno)}" if frames and frames[-1].lineno else ""
 
 
-def _compiler_message(error: Exception) -> str | None:
+def _hint(message: str) -> str:
+    """What to do about an error whose message does not say it."""
+    if "'function' object is not subscriptable" in message:
+        return "; is `@triton.jit` missing above the kernel?"
+    if _WIDER_DTYPE.search(message):
+        return "; convert to float32 first: x.to(tl.float32)"
+    return ""
+
+
+def _compiler_message(error: BaseException) -> str | None:
     """What Triton's compiler says of a kernel, and the line that it says it of; None for another error."""
-    inner: Any = None
+    place: Any = None
     link: BaseException | None = error
     while link is not None and hasattr(link, "error_message") and hasattr(link, "src") and hasattr(link, "node"):
-        inner, link = link, link.__cause__
-    if inner is None:
+        # A function of Triton is called in the line of the error before.
+        if place is None or not _is_of_triton(link.src or ""):
+            place = link
+        inner: Any = link
+        link = link.__cause__
+    if place is None:
         return None
-    lines = (inner.src or "").split("\n")
-    number = getattr(inner.node, "lineno", 0)
+    lines = (place.src or "").split("\n")
+    number = getattr(place.node, "lineno", 0)
     source = f" `{lines[number - 1].strip()}`" if 0 < number <= len(lines) else ""
     return f"the kernel does not compile:{source}: {inner.error_message or link or type(inner).__name__}"
+
+
+def _is_of_triton(source: str) -> bool:
+    """Whether it is the text of a function in Triton's standard library, such as `tl.sigmoid`."""
+    from triton.language import standard
+
+    return source in inspect.getsource(standard)

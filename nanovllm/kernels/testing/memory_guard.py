@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.kernels.op.inputs import Arguments
+from nanovllm.kernels.testing.crash_report import out_of_bounds
 from nanovllm.wording import counted
 
 _ALIGNMENT = 64
@@ -103,7 +104,7 @@ class MemoryGuard(TorchDispatchMode):
             where = "past the end" if after else "before the beginning"
             beyond = "after its last" if after else "before its first"
             distance = counted(elements, "element")
-            return f"wrote {where} of a {dtype} allocation, {distance} {beyond}: a store without a mask?"
+            return f"wrote {where} of a {dtype} allocation, {distance} {beyond}: {out_of_bounds('store')}"
         return None
 
     def _memory(

@@ -54,6 +54,8 @@ class Verdict:
     error: float = 0.0
     failure: str | None = None
     skipped: str | None = None
+    raised: bool = False
+    """Whether an exception ended the case, so that there are no numbers."""
 
 
 def cases(declared: Op, full: bool, seed: int = 0, quick: bool = False) -> Iterator[Case]:
@@ -93,7 +95,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
     try:
         reason = declared.refusal(provider, *bound.args, **bound.kwargs)
     except KernelError as e:
-        return Verdict(case, failure=str(e))
+        return Verdict(case, failure=str(e), raised=True)
     if reason is not None:
         return Verdict(case, skipped=reason)
     expected = _reference(declared, arguments)
@@ -105,7 +107,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
             got = provider.fn(*bound.args, **bound.kwargs)
         damage = guard.check()
     except Exception as e:
-        return Verdict(case, failure=what_failed(e))
+        return Verdict(case, failure=what_failed(e), raised=True)
     race = None if watch is None else watch.race
     if damage is not None or race is not None:
         return Verdict(case, failure=damage or race)
@@ -139,7 +141,7 @@ def verify_case(declared: Op, provider: Provider, device: torch.device, case: Ca
     try:
         verdict = verify(declared, provider, device, case)
     except torch.OutOfMemoryError as e:
-        verdict = Verdict(case, failure=f"{type(e).__name__}: {e}")
+        verdict = Verdict(case, failure=f"{type(e).__name__}: {e}", raised=True)
     if device.type == "cuda":
         with suppress(RuntimeError):  # after an illegal access, which is the verdict, this fails too
             torch.cuda.empty_cache()

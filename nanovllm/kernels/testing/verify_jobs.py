@@ -228,7 +228,7 @@ class _Processes:
 def _work(connection: Connection, log: str, tasks: Sequence[Task], setting: Setting) -> None:
     """What a process does.
 
-    It sends (task,) when a case begins, (task, error, failure, skipped) after it, and (None,) at its end.
+    It sends (task,) when a case begins, (task, error, failure, skipped, raised) after it, and (None,) at its end.
     """
     from nanovllm.kernels import all_ops
     from nanovllm.kernels.op.plugins import load_plugins
@@ -252,7 +252,8 @@ def _work(connection: Connection, log: str, tasks: Sequence[Task], setting: Sett
                 faulthandler.dump_traceback_later(setting.limit, exit=True, file=stack)
                 verdict = verify_case(ops[op], ops[op].providers[provider], device, of_op[op][index])
                 faulthandler.cancel_dump_traceback_later()
-                connection.send(((op, provider, index), verdict.error, verdict.failure, verdict.skipped))
+                outcome = verdict.error, verdict.failure, verdict.skipped, verdict.raised
+                connection.send(((op, provider, index), *outcome))
                 if verdict.failure and device.type == "cuda":
                     try:
                         torch.cuda.synchronize(device)

@@ -32,15 +32,16 @@ def test_what_fails_half_way_is_taken_back_whole(plugin):
     with pytest.raises(ValueError) as error:
         load_plugins([path])
     assert {name: dict(declared.providers) for name, declared in all_ops().items()} == before
-    assert failures()[path] == "line 24: OSError: no more fish"
-    assert str(error.value) == f"kernel plugin {path}: line 24: OSError: no more fish"
+    said = "line 24, `raise OSError('no more fish')`: OSError: no more fish"
+    assert failures()[path] == said
+    assert str(error.value) == f"kernel plugin {path}: {said}"
     assert not [m for m in sys.modules if m.startswith("nanovllm_kernel_plugin_my_kernels")]
 
 
 @pytest.mark.parametrize(
     "text, reason",
     [
-        ("def f(:", "SyntaxError"),
+        ("x = 1\nx = x + 1)", "line 2, `x = x + 1)`: SyntaxError: unmatched ')'"),
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("raise SystemExit(3)", "SystemExit: 3"),
         (PROVIDER.format(name="native"), "ValueError: op 'softmax' already has a provider 'native'"),

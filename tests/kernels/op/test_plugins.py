@@ -204,7 +204,8 @@ def test_a_model_runs_with_a_plugin_and_not_with_one_that_fails(plugin, tmp_path
     broken = plugin("1 / 0", "broken.py")
     arguments = dict(load_format="dummy", device="cpu", dtype="float32", max_model_len=64)
     missing = str(tmp_path / "missing.py")
-    for named, reason in ((broken, "line 1: ZeroDivisionError: division by zero"), (missing, "there is no such file")):
+    by_zero = "line 1, `1 / 0`: ZeroDivisionError: division by zero"
+    for named, reason in ((broken, by_zero), (missing, "there is no such file")):
         with pytest.raises(ValueError, match=f"^kernel plugin {re.escape(named)}: {reason}$"):
             LLM(tmp_path / "model", **arguments, kernel_plugins=[good, named])
     llm = LLM(tmp_path / "model", **arguments, kernel_plugins=[good])
