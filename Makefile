@@ -31,7 +31,7 @@ test test-rest test-all: export CUDA_VISIBLE_DEVICES :=
 test test-rest test-all test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
-# Quiet, but for warnings and progress. Modules are compiled when they are first imported.
+# Quiet, but for warnings: so a line says before how long it takes. Modules are compiled when they are first imported.
 PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 # The model is fetched first, so that the test processes do not all fetch it.
@@ -81,13 +81,13 @@ pictures: $(VENV)/.installed-demo,docs
 # The stamp's name ends in the extras that it stands for.
 $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("nanovllm needs Python >= 3.10, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
-	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || { echo "Making the environment $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
 ifdef WANT_CPU_TORCH
-	@echo "Installing PyTorch into $(VENV) ..."
+	@echo "Installing PyTorch into $(VENV): some 200 MB to download, a minute or more without a message ..."
 	@$(PIP) install "$(CPU_TORCH)" 2>/dev/null || echo "No CPU build of torch is offered here; pip takes the default one."
 endif
 	@$(if $(TORCH),$(PIP) install "$(TORCH)")
-	@echo "Installing nanovllm[$*] and the packages that it needs ..."
+	@echo "Installing nanovllm[$*] and the packages that it needs: again a minute or so; $(VENV) then takes 2 GB or more ..."
 	@$(PIP) install --editable ".[$*]"
 	@touch "$@"
 

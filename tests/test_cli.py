@@ -266,6 +266,13 @@ def test_kernels_show():
     document = json.loads(run_here("kernels", "show", "store_kvcache", "--json", "-").stdout)
     assert document["mutates"] == "k_cache, v_cache" and "slot_mapping" in document["arguments"]
     assert [p["provider"] for p in document["providers"]][:2] == ["native", "triton"]
+    shown = (
+        run_here("kernels", "show", op).stdout for op in ("silu_and_mul", "layernorm_residual_dropout_gelu", "sample")
+    )
+    for text, said in zip(
+        shown, ("cancels      results may be small", "magnitude    1, of", "compare      a function")
+    ):
+        assert f"\n{said}" in text
     assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
     assert "named by --kernel-plugin my.py" in run_here("kernels", "verify", "my.py").stderr
     for name in ("qk_norm_rope_attention", "linear_packed_add_rms_norm"):

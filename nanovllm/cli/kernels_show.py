@@ -71,6 +71,9 @@ def _facts(declared: Op) -> dict[str, str]:
         "reuses": ", ".join(declared.reuses),
         "fuses": ", ".join(declared.fuses),
         "tolerance": ", ".join(f"{common.plain(d)} {t:g}" for d, t in declared.tolerance.items()),
+        "cancels": "results may be small although the arguments are not" if declared.cancels else "",
+        "magnitude": f"{declared.magnitude:g}, of intermediate results" if declared.magnitude else "",
+        "compare": "a function judges the results" if declared.compare else "",
     }
     if declared.inputs is not None:
         from nanovllm.kernels.op.inputs import written
