@@ -169,11 +169,8 @@ class _Table:
         verdict = "right" if row["cases"] else "took no case"
         if failures:
             ends = [end for end in ("crashed", "hung") if any(f": {end}" in f for f in failures)]
-            raised = row["raised"]
-            counts = [
-                f"{number} {word}" for number, word in ((len(failures) - raised, "wrong"), (raised, "failed")) if number
-            ]
-            verdict = " and ".join(ends) or ", ".join(counts)
+            kinds = (len(failures) - row["raised"], "wrong"), (row["raised"], "failed")
+            verdict = " and ".join(ends) or ", ".join(f"{number} {kind}" for number, kind in kinds if number)
         worst = row["worst_error_over_tolerance"]
         error = (
             f"{worst:.2f}" if worst < 100 or math.isinf(worst) else f"{worst:.0e}".replace("+0", "").replace("+", "")
