@@ -2,6 +2,7 @@
 //
 // A thread that waits for its core in the middle of a task delays the job. With fewer threads each has a core for itself.
 // At least half of the threads work: other programs with as many threads leave each of these half of a core, not none.
+// Threads that rest try their cores before they work again: they spin, without a task that others would wait for.
 #pragma once
 
 #include <algorithm>
@@ -34,6 +35,12 @@ class Crowding {
 
     bool works(int thread) const { return thread < active_.load(std::memory_order_relaxed); }
 
+    // The number of the last try.
+    int tries() const { return tries_.load(); }
+
+    // How long a thread spins in a try.
+    static constexpr std::chrono::milliseconds WINDOW{50};
+
     // How many work now. To be called by one thread at a time, often: each 50 ms it looks how long the threads waited.
     int active() {
         if (count_ == 1) return 1;
@@ -56,10 +63,13 @@ class Crowding {
                 waited += reading.waited - before_[i].waited;
             before_[i] = reading;
         }
-        const bool measured = active_.load(std::memory_order_relaxed) == count_ && window < 4 * WINDOW;  // else there was a pause
-        const double cores = measured ? (double)waited / std::chrono::nanoseconds(window).count() : 0;
+        const bool measured = (trying_ || active_.load(std::memory_order_relaxed) == count_) && window < 4 * WINDOW;
+        const double cores = measured ? (double)waited / std::chrono::nanoseconds(window).count() : 0;  // else there was a pause
         auto next = std::chrono::nanoseconds(WINDOW);
-        if (cores > CROWDED) {
+        const bool tries = !measured && active_.load(std::memory_order_relaxed) < count_;
+        if (tries) {
+            tries_.fetch_add(1);
+        } else if (cores > CROWDED) {
             // Two programs that share a core each wait half of the time.
             const int others = std::max(1, (int)std::lround(2 * std::min<double>(cores, count_)));
             active_.store(std::max((count_ + 1) / 2, count_ - others), std::memory_order_relaxed);
@@ -69,12 +79,12 @@ class Crowding {
             if (measured) rest_ = LEAST_REST;
             active_.store(count_, std::memory_order_relaxed);
         }
-        begun_ = now, next_look_ = now + next;
+        begun_ = now, next_look_ = now + next, trying_ = tries;
         return active_.load(std::memory_order_relaxed);
     }
 
    private:
-    static constexpr std::chrono::milliseconds WINDOW{50}, LEAST_REST{100}, MOST_REST{1600};
+    static constexpr std::chrono::milliseconds LEAST_REST{50}, MOST_REST{1600};
     static constexpr double CROWDED = 0.4;  // cores that the threads wait for, from which on fewer work
 
     // What a thread had waited when the window began.
@@ -107,11 +117,12 @@ class Crowding {
 #endif
 
     const int count_;
-    std::atomic<int> active_;
+    std::atomic<int> active_, tries_{0};
     std::vector<std::atomic<int>> ids_;
     std::vector<Reading> before_;
     Clock::time_point begun_{}, next_look_{};
     std::chrono::milliseconds rest_ = LEAST_REST;
+    bool trying_ = false;  // all spin or work since `begun_`
 };
 
 }  // namespace nanovllm

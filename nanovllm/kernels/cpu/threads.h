@@ -110,12 +110,12 @@ class Threads {
         if (no_memory) throw std::bad_alloc();
     }
 
-    // How many threads take the next tasks. Those that begin or end to work hear of it.
+    // How many threads take the next tasks. Those that begin or end to work, or try their cores, hear of it.
     int working_threads() {
-        const int now = crowding_.active();
-        if (now != working_) {
+        const int now = crowding_.active(), tries = crowding_.tries();
+        if (now != working_ || tries != tries_) {
             std::lock_guard<std::mutex> lock(mutex_);
-            working_ = now;
+            working_ = now, tries_ = tries;
             wake_.notify_all();
             rest_.notify_all();
         }
@@ -153,6 +153,7 @@ class Threads {
 
     void work(int thread) {
         crowding_.enter(thread);
+        int tries = 0;
         while (!stop_.load()) {
             bool any = false;
             for (int i = 0; i < SPINS && !any && crowding_.works(thread); i++) {
@@ -162,7 +163,11 @@ class Threads {
             if (any) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             if (!crowding_.works(thread)) {
-                rest_.wait(lock, [&] { return stop_.load() || crowding_.works(thread); });
+                rest_.wait(lock, [&] { return stop_.load() || crowding_.works(thread) || crowding_.tries() != tries; });
+                lock.unlock();
+                const auto end = Crowding::Clock::now() + Crowding::WINDOW;
+                for (tries = crowding_.tries(); !stop_.load() && !crowding_.works(thread) && Crowding::Clock::now() < end;)
+                    pause_briefly();
                 continue;
             }
             asleep_.fetch_add(1);
@@ -186,7 +191,7 @@ class Threads {
     std::mutex mutex_;
     std::condition_variable wake_, rest_;
     Crowding crowding_;
-    int working_;  // the last number of `working_threads`; read and written by the caller whose turn it is
+    int working_, tries_ = 0;  // those that `working_threads` saw last; read and written by the caller whose turn it is
     std::vector<std::thread> workers_;
 };
 

@@ -22,6 +22,8 @@ struct Made {
         return crowding.look(now, caller, [&](int id) { return waits.at(id); });
     }
 
+    int tries() const { return crowding.tries(); }
+
     void wait(int id, milliseconds passed, double share) {
         if (waits[id] != UNKNOWN) waits[id] += (int64_t)(share * passed.count() * MS);
     }
@@ -45,14 +47,28 @@ int main() {
         expect(made.after(window, 0), 8, "first look");
         expect(made.after(window, 0.04), 8, "0.32 cores");
         expect(made.after(window, 0.0625), 7, "half a core");
-        expect(made.after(milliseconds(100), 0), 8, "after a rest");
+        expect(made.after(milliseconds(100), 0), 7, "a try after a rest");
+        expect(made.after(window, 0), 8, "after a try");
         expect(made.after(window, 0.125), 6, "one core");
-        expect(made.after(milliseconds(200), 0), 8, "after a longer rest");
+        expect(made.after(milliseconds(100), 0), 6, "a try");
+        expect(made.after(window, 0.125), 6, "one core in a try");
+        expect(made.tries(), 2, "tries");
+        expect(made.after(milliseconds(200), 0), 6, "a try after a longer rest");
         expect(made.after(window, 0.5), 4, "another program with as many threads");
-        expect(made.after(milliseconds(400), 0), 8, "after a rest of 400 ms");
-        expect(made.after(window, 0.99), 4, "many programs");
-        expect(made.after(milliseconds(800), 0), 8, "after a rest of 800 ms");
+        expect(made.after(milliseconds(400), 0.5), 4, "a try after a rest of 400 ms");
+        expect(made.after(window, 0.0625), 7, "half a core in a try");
+        expect(made.after(milliseconds(800), 0), 7, "a try after a rest of 800 ms");
+        expect(made.after(window, 0), 8, "after another try");
         expect(made.after(milliseconds(200), 0.5), 8, "after a pause");
+    }
+    {
+        Made made(2);
+        made.after(window, 0);
+        expect(made.after(window, 0.9), 1, "a neighbour");
+        expect(made.after(milliseconds(5000), 0), 1, "a try after a pause");
+        expect(made.after(milliseconds(5000), 0), 1, "another one, since the threads did not try all the time");
+        expect(made.tries(), 2, "tries after pauses");
+        expect(made.after(window, 0), 2, "after them");
     }
     for (auto [count, wanted] : {std::pair{2, 1}, {3, 2}, {5, 3}}) {
         Made made(count);
