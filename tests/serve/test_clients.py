@@ -5,10 +5,15 @@ from typing import Literal
 import pydantic
 import pytest
 
-openai = pytest.importorskip("openai", reason="pip install openai")
-anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
-
 MESSAGES = [{"role": "user", "content": "hello there"}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def packages():
+    """Imported by the process that runs these tests; each process of a parallel run collects them."""
+    global openai, anthropic
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
 
 
 @pytest.fixture(scope="module")
