@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.early_exit import leaving_scripts_at_once
+from nanovllm.early_exit import importing_engine
 
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
@@ -17,12 +17,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # PyTorch takes seconds to import: `nanovllm --help` does without.
     if name == "LLM":
-        with leaving_scripts_at_once():
+        with importing_engine():
             from nanovllm.llm import LLM
 
         return LLM
     if name == "AsyncLLM":
-        with leaving_scripts_at_once():
+        with importing_engine():
             from nanovllm.async_llm import AsyncLLM
 
         return AsyncLLM

@@ -29,35 +29,40 @@ def leave_at_once(name: str) -> None:
 
 
 @contextmanager
-def leaving_scripts_at_once() -> Iterator[None]:
+def importing_engine() -> Iterator[None]:
     """Within the block, which imports PyTorch, Ctrl-C ends a script with one line, as it ends a command.
 
     PyTorch's C++ code may drop a KeyboardInterrupt or abort the process, and where it does not, fifty lines of imports
     are shown. This is for a script that imports the package itself, in its main thread, without a handler of its own.
-    Elsewhere a KeyboardInterrupt stays one: in a framework that imports its user's modules, at a prompt of Python, in a
-    notebook, and after the block.
+
+    At a prompt of Python and in a notebook, Ctrl-C while PyTorch is imported is a KeyboardInterrupt at the end of the
+    block: after an earlier one PyTorch could not be imported again in that process. Elsewhere Ctrl-C is what it was:
+    in a framework that imports its user's modules, and after the block.
     """
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    script = _importing_script()
-    if script is None or not is_main or before is not signal.default_int_handler:
+    handler = _import_handler()
+    if handler is None or not is_main or before is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, _Leave(os.path.basename(script)))
+    signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        if isinstance(handler, _RaiseLater) and handler.is_pressed:
+            raise KeyboardInterrupt
 
 
-def _importing_script() -> str | None:
-    """The file that Python runs, if an import statement in it has led here."""
+def _import_handler() -> "_Leave | _RaiseLater | None":
+    """What handles Ctrl-C while the engine is imported: `_Leave` if an import statement of a script has led here."""
+    if hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules:
+        return _RaiseLater()
     frame = sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__") in (__name__, "nanovllm", "contextlib", _IMPORTS):
         frame = frame.f_back
-    has_prompt = hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules
     name, file = (frame.f_globals.get(key) for key in ("__name__", "__file__"))
-    return file if name == "__main__" and not has_prompt else None
+    return _Leave(os.path.basename(file)) if name == "__main__" and file else None
 
 
 _IMPORTS = "importlib._bootstrap"
@@ -147,9 +152,24 @@ class _Leave:
         self._torch_alone = torch_alone
 
     def __call__(self, *_: Any) -> NoReturn:
-        torch = sys.modules.get("torch")
-        if self._torch_alone and not getattr(getattr(torch, "__spec__", None), "_initializing", False):
+        if self._torch_alone and not _torch_is_importing():
             raise KeyboardInterrupt
         # Not sys.exit: a SystemExit runs into the same C++ code. Nothing is to be cleaned up yet.
         os.write(2, f"\n{self._name}: interrupted\n".encode())
         os._exit(INTERRUPTED)
+
+
+class _RaiseLater:
+    """Raises KeyboardInterrupt, but only notes Ctrl-C while PyTorch is being imported."""
+
+    def __init__(self) -> None:
+        self.is_pressed = False
+
+    def __call__(self, *_: Any) -> None:
+        if not _torch_is_importing():
+            raise KeyboardInterrupt
+        self.is_pressed = True
+
+
+def _torch_is_importing() -> bool:
+    return getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)

@@ -58,7 +58,6 @@ CLEANS_UP = "signal.signal(signal.SIGINT, lambda *_: exit('the script cleans up'
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
 @pytest.mark.parametrize("options, before, code, said", [
     ([], "", 130, "run.py: interrupted"),
-    (["-i"], "", None, "KeyboardInterrupt"),
     ([], CLEANS_UP, 1, "the script cleans up"),
     ([], "import framework", None, "KeyboardInterrupt"),
 ])  # fmt: skip
@@ -72,6 +71,40 @@ def test_a_users_script_that_is_interrupted_while_it_imports(options, before, co
     out, err = process.communicate(timeout=30)
     assert code in (None, process.returncode) and said in err.strip().splitlines()
     assert ("Traceback" in err) == (said == "KeyboardInterrupt")
+
+
+NOTEBOOK = """
+import IPython
+
+def run_cell(text):
+    try:
+        exec(text, {"__name__": "__main__"})
+    except KeyboardInterrupt:
+        print("the cell is interrupted", flush=True)
+
+run_cell("from nanovllm import LLM")
+run_cell("import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
+@pytest.mark.parametrize("options, program, said", [
+    (["-i"], "from nanovllm import LLM", []),
+    ([], NOTEBOOK, ["the cell is interrupted", "True"]),
+    ([], f"import IPython\nexec({NOTEBOOK!r}, {{'__name__': '__main__', '__file__': 'run.py'}})",
+     ["the cell is interrupted", "True"]),
+])  # fmt: skip
+def test_at_a_prompt_and_in_a_notebook_an_interrupt_waits_for_pytorch(options, program, said, tmp_path):
+    waits = SLOW.replace("time.sleep(60)", "sys.stdin.readline()") + 'print("imported", flush=True)\n'
+    (tmp_path / "torch.py").write_text(waits)
+    (tmp_path / "IPython.py").write_text("")
+    (tmp_path / "run.py").write_text(program)
+    process = popen([*options, str(tmp_path / "run.py")], tmp_path, stdin=subprocess.PIPE)
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate("\n", timeout=30)
+    assert out.split("\n")[:-1] == ["imported", *said] and "reached the module" not in err, err
+    assert process.returncode == 0 if said else "\nKeyboardInterrupt\n" in err
 
 
 def test_a_users_script_gets_a_keyboard_interrupt_once_the_engine_is_imported(tmp_path):

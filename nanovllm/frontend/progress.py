@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 from nanovllm.engine.request import Request
 from nanovllm.frontend.step_loop import Waiter
 
 
 class ProgressBar:
-    """A progress bar over requests, with prompt and output tokens a second."""
+    """A progress bar over requests, with prompt and output tokens a second; in a notebook, a line of text.
+
+    There rich needs ipywidgets, which show no bar in a saved notebook.
+    """
 
     def __init__(self, requests: list[Request], waiter: Waiter) -> None:
         from rich.console import Console
@@ -16,14 +22,17 @@ class ProgressBar:
         self._requests = requests
         self._waiter = waiter
         self._next_update = 0.0
+        console = Console(stderr=True)
         self._bar = Progress(
             TextColumn("Generating"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[rate]}"),
-            console=Console(stderr=True),
+            console=console,
+            auto_refresh=not console.is_jupyter,
         )
+        self._in_cell = _CellOutput(self._bar) if console.is_jupyter else None
         self._task = self._bar.add_task("", total=len(requests), rate="")
 
     @staticmethod
@@ -35,6 +44,9 @@ class ProgressBar:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._in_cell:
+            self._in_cell.show()
+            return
         try:
             self._bar.refresh()
         finally:
@@ -42,7 +54,10 @@ class ProgressBar:
 
     def show(self) -> None:
         """Called in the `with` block, not on entering it, so that the bar is taken back if an interrupt comes."""
-        self._bar.start()
+        if self._in_cell:
+            self._in_cell.show()
+        else:
+            self._bar.start()
 
     def update(self) -> None:
         num_finished = len(self._requests) - len(self._waiter.unfinished)
@@ -55,3 +70,26 @@ class ProgressBar:
         output = sum(r.num_output_tokens for r in self._requests)
         rate = f"prompt {prompt / elapsed:.0f} tok/s, output {output / elapsed:.0f} tok/s"
         self._bar.update(self._task, completed=num_finished, rate=rate)
+        if self._in_cell:
+            self._in_cell.show()
+
+
+class _CellOutput:
+    """The output of a notebook's cell that shows a bar, and is replaced in place."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+        self._handle: Any = None
+
+    def show(self) -> None:
+        from IPython.display import display
+        from rich.console import Console
+
+        console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
+        with console.capture() as capture:
+            console.print(self._bar.get_renderable())
+        data = {"text/plain": capture.get().strip()}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)

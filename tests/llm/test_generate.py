@@ -1,8 +1,10 @@
 """`LLM.generate`: every form of a prompt, completions, cached prefixes, progress."""
 
 import random
+import re
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
@@ -155,3 +157,22 @@ def test_the_progress_bar_says_tokens_a_second(llm, capsys):
     assert out == "" and "3/3" in err and "prompt" in err and "tok/s" in err
     llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_the_progress_bar_in_a_notebook_is_one_output_without_escape_codes(llm, capsys, monkeypatch, recwarn):
+    import rich.console
+
+    class Shell(types.ModuleType):
+        shown: list[list[str]] = []
+
+        def display(self, data, raw, display_id):
+            Shell.shown.append([data["text/plain"]])
+            return types.SimpleNamespace(update=lambda data, raw: Shell.shown[-1].append(data["text/plain"]))
+
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", Shell("IPython.display"))
+    llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
+    (states,) = Shell.shown
+    assert "0/3" in states[0] and re.search(r"3/3 .* prompt \d+ tok/s, output \d+ tok/s$", states[-1])
+    assert capsys.readouterr() == ("", "") and not recwarn.list and not any("\x1b" in s or "\n" in s for s in states)

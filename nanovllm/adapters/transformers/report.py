@@ -85,7 +85,7 @@ class Report:
         from rich.console import Console
 
         width = min(shutil.get_terminal_size(fallback=(120, 24)).columns, 120)
-        console = Console(width=width, color_system=None)
+        console = Console(width=width, color_system=None, force_jupyter=False)  # a notebook would get an empty output
         with console.capture() as capture:
             console.print(self)
         return capture.get().rstrip()
