@@ -52,8 +52,12 @@ def _add_model(group: Any) -> None:
         "--dtype", type=full_dtype, choices=("bfloat16", "float16", "float32"), help="default: the model's"
     )
     group.add_argument("--quantization", choices=ONLINE_QUANTIZATION, help="quantise weights while they are loaded")
-    group.add_argument("--lm-head-quantization", choices=("fp8", "int8"), help="the same of the LM head")
-    group.add_argument("--kv-cache-dtype", type=full_dtype, help="default: as --dtype")
+    group.add_argument(
+        "--lm-head-quantization", choices=("fp8", "int8"), help="quantise the LM head while it is loaded"
+    )
+    group.add_argument(
+        "--kv-cache-dtype", type=full_dtype, help="auto: as --dtype; fp8: half the memory (default: auto)"
+    )
     group.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")
 
 
@@ -136,7 +140,7 @@ def _add_output(group: Any) -> None:
     )
     group.add_argument("--plots", action="store_true", help="also write the report's figures as PNG files")
     group.add_argument("--report", type=Path, metavar="FILE", help="only draw the reports of an earlier profile.json")
-    group.add_argument("--json", metavar="FILE|-", help=JSON_HELP[0].lower() + JSON_HELP[1:])
+    group.add_argument("--json", metavar="FILE|-", help=JSON_HELP[0].lower() + JSON_HELP[1:].rstrip("."))
     group.add_argument("--wide", action="store_true", help="all columns, however wide the table is")
     group.add_argument("--results", type=Path, default=ROOT / "results", help="where results are kept")
     group.add_argument("--save", action="store_true", help="keep this run's results")

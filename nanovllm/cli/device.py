@@ -8,7 +8,7 @@ import typer
 
 from nanovllm.cli.kernels_common import GPUS, Json, Wide
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import Column, Rows, import_torch
+from nanovllm.console import Column, Rows, import_torch, say
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _print_summary(models: list[DeviceModel]) -> None:
             f"{m.matmul['bfloat16'] / 1e12:.0f} of {m.peak_matmul['bfloat16'] / 1e12:.0f}",
         )  # fmt: skip
     table.end()
-    print(f"{_PRESETS_NOTE}\n--gpu NAME shows every figure of one GPU, --wide of all.")
+    say(f"{_PRESETS_NOTE}\n--gpu NAME shows every figure of one GPU, --wide of all.")
 
 
 _PRESETS_NOTE = "Presets: the rate that programs reach, of the rate in the data sheet. The H200's are measured."
@@ -80,7 +80,7 @@ def _print(models: list[DeviceModel]) -> None:
     if any(m.measured for m in models):
         print("* measured on this GPU; the rest as the driver says, or of the preset")
     else:
-        print(f"{_PRESETS_NOTE}\nOn a machine with a GPU, `nanovllm device` measures it.")
+        say(f"{_PRESETS_NOTE}\nOn a machine with a GPU, `nanovllm device` measures it.")
 
 
 def rows(models: list[DeviceModel]) -> list[tuple[str, list[str]]]:

@@ -84,7 +84,9 @@ def _print_providers(rows: list[dict[str, Any]], title: str) -> None:
 @app.command()
 def why(
     op: Annotated[str, typer.Argument(metavar="OP", help="The name of an op; `nanovllm kernels list` shows all.")],
-    shape: Annotated[str | None, typer.Option(help="A shape such as 32x1024, to ask about such a call.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(metavar="SHAPE", help="A shape such as 32x1024, to ask about such a call.")
+    ] = None,
     dtype: common.Dtype = "bfloat16",
     device: common.Device = "auto",
     kernel_plugin: common.Plugins = None,

@@ -34,7 +34,7 @@ _Ways = Annotated[
     typer.Option("--way", metavar="WAY", help="plain, torch, compile, cuda or triton; repeatable, all by default."),
 ]
 _Gpu = Annotated[str | None, typer.Option(help=f"Compile PTX for this GPU ({GPUS}), here or not.")]
-_Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as gelu.png.")]
+_Plot = Annotated[Path | None, typer.Option(help="Draw a figure to this file, such as figure.png.")]
 _Ptx = Annotated[Path | None, typer.Option("--ptx", help="Write the PTX of both kernels into this folder.")]
 _Seed = Annotated[int | None, typer.Option(help="Seed of the random inputs; by default a new one each time.")]
 _Refresh = Annotated[bool, typer.Option("--refresh", help="Measure the device's limits again.")]
@@ -95,11 +95,13 @@ def mlp(
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="steps, layers, batch or dim; repeatable, all by default.")
     ] = None,
-    dim: Annotated[int | None, typer.Option(help="Width of each layer, if not swept.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows in a step, if not swept.")] = None,
-    layers: Annotated[int, typer.Option(help="Linear layers with GELU, if not swept.")] = 4,
-    steps: Annotated[int, typer.Option(help="Forward and backward passes, if not swept.")] = 2,
-    factors: Annotated[str, typer.Option(help="Factors of the swept number.")] = "1,2,4,8",
+    dim: Annotated[
+        int | None, typer.Option(help="Width of each layer; by default 1024 on a GPU, 128 on a CPU.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Rows in a step; by default 1024 on a GPU, 128 on a CPU.")] = None,
+    layers: Annotated[int, typer.Option(help="Linear layers with GELU.")] = 4,
+    steps: Annotated[int, typer.Option(help="Forward and backward passes.")] = 2,
+    factors: Annotated[str, typer.Option(help="The swept number is multiplied by each of these.")] = "1,2,4,8",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: Device = "auto",
     profile: Annotated[

@@ -31,7 +31,8 @@ class ModelOptions:
     host: Annotated[str, _option("The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1"
     port: Annotated[int, _option("The port to listen on; 0 takes a free one.")] = 8000
     served_model_name: Annotated[
-        list[str] | None, _option("The model's name in requests; repeatable. By default as --model says.")
+        list[str] | None,
+        _option("The model's name in requests; repeatable. By default the value of --model.", metavar="NAME"),
     ] = None
 
     def located(self) -> tuple[str, tuple[str, ...]]:
@@ -60,7 +61,7 @@ class EngineOptions:
     quantization: Annotated[
         str | None, _option("fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
     ] = None
-    lm_head_quantization: Annotated[str | None, _option("fp8 or int8: the same of the LM head.")] = None
+    lm_head_quantization: Annotated[str | None, _option("fp8 or int8: quantise the LM head while it is loaded.")] = None
     activation_quantization: Annotated[
         bool, _option("Quantise the activations of fp8 layers too, in steps of many tokens.")
     ] = True
@@ -70,7 +71,9 @@ class EngineOptions:
     device: Annotated[str, _option("auto, cuda, cuda:N or cpu.")] = "auto"
     max_model_len: Annotated[int, _option("Most tokens of a prompt and its output together.")] = 4096
     max_num_seqs: Annotated[int, _option("Most completions in a step.")] = 512
-    max_num_batched_tokens: Annotated[int | None, _option("Most tokens in a step.")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, _option("Most tokens in a step; by default 16384 on a GPU, 2048 on a CPU.")
+    ] = None
     gpu_memory_utilization: Annotated[float, _option("The share of the GPU's memory to use.")] = 0.9
     kvcache_block_size: Annotated[int, _option("Tokens in a block of the KV cache.")] = 256
     num_kvcache_blocks: Annotated[int | None, _option("Blocks of the KV cache; by default what fits.")] = None
@@ -80,8 +83,12 @@ class EngineOptions:
     tensor_parallel_size: Annotated[int, _option("GPUs that share the model.")] = 1
     max_logprobs: Annotated[int, _option("Most log-probabilities that a request may ask for.")] = 20
     seed: Annotated[int | None, _option("Seed for requests that have none.")] = None
-    use_custom_kernels: Annotated[bool | None, _option("Custom kernels, or every op's PyTorch reference.")] = None
-    kernel_plugin: Annotated[list[str] | None, _option("A Python file or module with kernels; repeatable.")] = None
+    use_custom_kernels: Annotated[
+        bool | None, _option("Custom kernels, or every op's PyTorch reference; by default as config.json says.")
+    ] = None
+    kernel_plugin: Annotated[
+        list[str] | None, _option("A Python file or module with kernels of your own; repeatable.", metavar="FILE")
+    ] = None
 
     def config(self, model: str) -> EngineConfig:
         from nanovllm.config import EngineConfig
@@ -134,10 +141,14 @@ class AccessOptions:
 
     api_key: Annotated[
         list[str] | None,
-        _option("A key that clients must send; repeatable.", envvar="NANOVLLM_API_KEY", show_default=False),
+        _option(
+            "A key that clients must send; repeatable.", metavar="KEY", envvar="NANOVLLM_API_KEY", show_default=False
+        ),
     ] = None
     api_key_file: Annotated[Path | None, _option("A file with one key per line.")] = None
-    cors_origin: Annotated[list[str] | None, _option("An origin whose pages may call the server; repeatable.")] = None
+    cors_origin: Annotated[
+        list[str] | None, _option("An origin whose pages may call the server; repeatable.", metavar="ORIGIN")
+    ] = None
     ssl_certfile: Annotated[Path | None, _option("A certificate for HTTPS.")] = None
     ssl_keyfile: Annotated[Path | None, _option("The certificate's key.")] = None
     ssl_ca_certs: Annotated[Path | None, _option("The authorities that clients' certificates must be from.")] = None
