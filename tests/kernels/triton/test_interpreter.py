@@ -41,3 +41,24 @@ def test_quickened_reductions_keep_the_order_of_elements(axis, keep):
     out = torch.empty(2 * len(first), dtype=torch.int64)
     _chains[(1,)](out, a, b, axis, keep, 4, 8)
     assert torch.equal(out, torch.cat([first, second]))
+
+
+@triton.jit
+def _mixed(out_ptr, a_ptr, b_ptr, ROWS: tl.constexpr, SIZE: tl.constexpr, WRONG: tl.constexpr):
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, SIZE)
+    a, b = tl.load(a_ptr + rows), tl.load(b_ptr + columns)
+    chosen = tl.where(a > b, 2 * a, b - 1)
+    if WRONG:
+        chosen += tl.arange(0, 2 * SIZE)
+    tl.store(out_ptr + rows * SIZE + columns, chosen * tl.program_id(0) + (a + 3) % 7)
+    tl.store(out_ptr + ROWS * SIZE + rows, tl.sum(a * b, 1, keep_dims=True))
+
+
+def test_operands_of_other_shapes_are_broadcast_or_refused():
+    a, b = torch.randint(-9, 9, (4, 1)), torch.randint(-9, 9, (8,))
+    out = torch.empty(4 * 8 + 4, dtype=torch.int64)
+    _mixed[(2,)](out, a, b, 4, 8, False)
+    expected = torch.where(a > b, 2 * a, b - 1) + torch.fmod(a + 3, 7)
+    assert torch.equal(out, torch.cat([expected.flatten(), (a * b).sum(1)]))
+    with pytest.raises(Exception, match="incompatible dimensions|Cannot make_shape_compatible"):
+        _mixed[(1,)](out, a, b, 4, 8, True)
