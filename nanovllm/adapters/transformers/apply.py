@@ -14,6 +14,7 @@ from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches
 from nanovllm.adapters.transformers.replace import Replacing
 from nanovllm.adapters.transformers.report import Outcomes, Report
 from nanovllm.adapters.transformers.selected import Selection
+from nanovllm.wording import brief
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def apply(
             changed already, or one without weights (on the device "meta").
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, such as a model of transformers, not {model!r:.80}")
+        raise TypeError(f"model: expected a torch.nn.Module, such as a model of transformers, not {brief(model)}")
     selection = Selection.of(ops)
     if any(module.__dict__.get(ATTRIBUTE) is not None for module in model.modules()):
         raise ValueError("model: nanovllm was applied to it before; call undo(model) first")

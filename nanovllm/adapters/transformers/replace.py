@@ -177,7 +177,9 @@ class Replacing:
         counts = self._selection.token_counts("linear", module.weight)
         if counts is not None and not any(n in counts for n in (1, 2, 4, 8, 16, 32, 64)):
             return self._outcomes.left(
-                module, "linear", "with this weight the library's product is faster for any number of tokens"
+                module,
+                "linear",
+                f"{call.provider} is not used with this weight: PyTorch's product is as fast or faster",
             )
         why = "for few tokens" if counts is not None else ""
         self._put(module, "linear", call, linear_forward(call, counts, type(module).forward), why)

@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.arguments import reject_unknown
 from nanovllm.kernels import Kernels, all_ops, resolve_kernels
+from nanovllm.kernels.op.priority import checked_priority
 
 OPS = (
     "rms_norm", "add_rms_norm", "qk_norm_rope", "rotary_embedding", "attention_dense", "attention_decode",
@@ -67,10 +68,12 @@ class Selection:
         try:
             reject_unknown("ops", named, OPS)
         except TypeError as error:
-            message = str(error).replace("got an unknown argument", "unknown op")
-            raise ValueError(f"{message}; ops of a transformers model are {', '.join(OPS)}") from None
-        wanted = {op: (given,) if isinstance(given, str) else tuple(given) for op, given in named.items()}
-        return Selection(wanted, explicit=True)
+            message = str(error).replace(" got an unknown argument", ": unknown op")
+            known = "" if "known are" in message else f" The ops of a transformers model are {', '.join(OPS)}"
+            raise ValueError(message + known) from None
+        wanted = {op: (given,) if isinstance(given, str) else given for op, given in named.items()}
+        checked = checked_priority({op: given for op, given in wanted.items() if given != ()}, "ops", all_ops())
+        return Selection({op: tuple(checked.get(op, ())) for op in wanted}, explicit=True)
 
     def call(self, op: str, device: torch.device) -> Call | str:
         """The op on a device, or why it is left alone.
@@ -94,7 +97,7 @@ class Selection:
         kernels = self._kernels.get(device)
         if kernels is None:
             priority = {op: providers for op, providers in self.wanted.items() if providers}
-            kernels = self._kernels[device] = resolve_kernels(device, priority=priority)
+            kernels = self._kernels[device] = resolve_kernels(device, priority=priority, who="ops", prepacks=False)
         return kernels
 
     def function(self, op: str, weight: torch.Tensor, tokens: int) -> Callable[..., Any] | None:

@@ -136,6 +136,8 @@ def resolve_kernels(
     use_custom_kernels: bool = True,
     priority: Mapping[str, Sequence[str]] | None = None,
     plugins: Sequence[str] = (),
+    who: str = "kernel_priority",
+    prepacks: bool = True,
 ) -> Kernels:
     """Pick a provider for every op, once, for everything that runs on `device`.
 
@@ -145,6 +147,8 @@ def resolve_kernels(
             op that has a provider of that name.
         plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the
             package.
+        who: what the user calls `priority`, for error messages.
+        prepacks: the caller prepacks weights. If not, a provider that needs prepacked weights must be named.
 
     Raises:
         ValueError: an unknown op or provider is named, or none of those named for an op is available; an argument of
@@ -154,16 +158,16 @@ def resolve_kernels(
         raise ValueError(f"use_custom_kernels={use_custom_kernels!r}: must be True or False")
     origins = load_plugins(plugins)
     ops = all_ops()
-    sources = {"kernel_priority": checked_priority(priority or {}, "kernel_priority", ops), **from_environment()}
-    for who, named in sources.items():  # every source, whether it decides or not
-        reject_unknown_providers(named, ops, who)
+    sources = {who: checked_priority(priority or {}, who, ops), **from_environment()}
+    for source, named in sources.items():  # every source, whether it decides or not
+        reject_unknown_providers(named, ops, source)
     chosen, decorate = {}, _decorate.get()
     unused: dict[str, list[str]] = {}
     for name, declared in ops.items():
         provider = declared.providers[NATIVE]
         parts = _named_parts(declared, ops, sources, origins, device)
         if use_custom_kernels:
-            usual = _choose(declared, device, sources, origins)
+            usual = _choose(declared, device, sources, origins, prepacks)
             if not parts:
                 provider = usual
             elif usual.name != NATIVE:
