@@ -181,7 +181,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dtype": _one_of(*DTYPES),
     "quantization": (
         _or_none(_one_of(*QUANTIZATION)[0]),
-        f"must be one of {', '.join(QUANTIZATION)}; leave it out for the checkpoint's own",
+        f"is not supported; pass {', '.join(ONLINE_QUANTIZATION[:-1])} or {ONLINE_QUANTIZATION[-1]} to quantise while"
+        " loading, or leave it out for the checkpoint's own",
     ),
     "lm_head_quantization": (
         _or_none(_one_of("fp8", "int8")[0]), "must be fp8 or int8, or None for what the checkpoint has",

@@ -68,7 +68,7 @@ ENGINE_ARGUMENTS = table(
      " ignore_patterns safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location"
      " low_cpu_mem_usage"),
     ("the prefix cache is keyed BLAKE2b", None, "prefix_caching_hash_algo"),
-    ("parameters are SamplingParams' defaults unless a call passes others", ("auto", "vllm", None, {}),
+    ("parameters are SamplingParams' defaults; pass others with a call", ("auto", "vllm", None, {}),
      "generation_config override_generation_config"),
     # What is not supported: the values that switch it off are taken.
     ("LoRA is not supported; merge the adapter into the weights", _OFF, "enable_lora lora_modules enable_lora_bias"
@@ -82,19 +82,21 @@ ENGINE_ARGUMENTS = table(
      "trust_remote_code"),
     ("quantised checkpoints need no argument; pass quantization=\"fp8\" or \"int4\" to quantise a floating-point one",
      _OFF, "quantization_param_path load_in_4bit load_in_8bit quantization_config"),
-    ("speculative decoding is not supported", _OFF, "speculative_config speculative_model num_speculative_tokens"
-     " speculative_draft_tensor_parallel_size ngram_prompt_lookup_max ngram_prompt_lookup_min spec_method"
-     " spec_model spec_tokens diffusion_config"),
-    ("a model is split by tensor_parallel_size alone", _ONE, "pipeline_parallel_size data_parallel_size"
-     " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
-     " data_parallel_backend data_parallel_rank data_parallel_start_rank data_parallel_size_local"
+    ("speculative decoding is not supported; leave it out", _OFF, "speculative_config speculative_model"
+     " num_speculative_tokens speculative_draft_tensor_parallel_size ngram_prompt_lookup_max"
+     " ngram_prompt_lookup_min spec_method spec_model spec_tokens diffusion_config"),
+    ("copies of a model are engines of their own; start one for each GPU, or run `nanovllm serve --replicas N`", _ONE,
+     "data_parallel_size data_parallel_backend data_parallel_rank data_parallel_start_rank data_parallel_size_local"
      " data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb"
-     " data_parallel_multi_port_external_lb dcp_comm_backend dcp_kv_cache_interleave_size"
+     " data_parallel_multi_port_external_lb disable_nccl_for_dp_synchronization dp_size"),
+    ("a model is split by tensor_parallel_size alone", _ONE, "pipeline_parallel_size"
+     " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
+     " dcp_comm_backend dcp_kv_cache_interleave_size"
      " cp_kv_cache_interleave_size all2all_backend enable_elastic_ep enable_ep_weight_filter ubatch_size"
-     " dbo_decode_token_threshold dbo_prefill_token_threshold disable_nccl_for_dp_synchronization eplb_config"
-     " enable_eplb expert_placement_strategy pp_size dp_size ep_size"),
+     " dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config"
+     " enable_eplb expert_placement_strategy pp_size ep_size"),
     ("a model runs on one machine; use its GPUs with tensor_parallel_size", _ONE, "nnodes node_rank"),
-    ("experts are split by tensor_parallel_size, and their choices are not returned", _OFF,
+    ("experts are split by tensor_parallel_size, and their choices are not returned; leave it out", _OFF,
      "enable_return_routed_experts"),
     ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb cpu_offload_params"
      " kv_offloading_size kv_offloading_backend offload_backend offload_group_size offload_num_in_group"
@@ -106,21 +108,23 @@ ENGINE_ARGUMENTS = table(
      " mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path"
      " mm_encoder_fp8_scale_save_margin io_processor_plugin renderer_num_workers video_pruning_rate mm_tensor_ipc"
      " mm_ipc_gpu_memory_gb disable_chunked_mm_input"),
-    ("models with state-space layers are not supported", _OFF, "mamba_config mamba_cache_dtype mamba_ssm_cache_dtype"
-     " mamba_block_size mamba_cache_mode mamba_backend enable_mamba_cache_stochastic_rounding"
-     " mamba_cache_philox_rounds gdn_prefill_backend"),
+    ("models with state-space layers are not supported; use another model", _OFF, "mamba_config"
+     " mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend"
+     " enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend"),
     ("weights cannot be replaced while an engine runs; make a new LLM", _OFF, "weight_transfer_config"),
-    ("the engine generates text; embeddings, scores and rewards are not supported", (None, "auto", "generate"),
-     "task runner convert override_pooler_config pooler_config"),
+    ("the engine generates text; leave it out: embeddings, scores and rewards are not supported",
+     (None, "auto", "generate"), "task runner convert override_pooler_config pooler_config"),
     ("llguidance constrains outputs", None, "guided_decoding_backend guided_decoding_disable_fallback"
      " guided_decoding_disable_any_whitespace structured_outputs_config"),
-    ("use the parsers of nanovllm.chat", _OFF, "reasoning_parser reasoning_parser_plugin reasoning_config"),
+    ("reasoning is found by the chat template; in Python use the parsers of nanovllm.chat", None, "reasoning_parser"
+     " reasoning_parser_plugin"),
+    ("reasoning is found by the chat template; leave it out", _OFF, "reasoning_config"),
     ("the engine cannot sleep; delete the LLM, which frees its memory", _OFF, "enable_sleep_mode"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
      " logits_processor_pattern"),
-    ("the KV cache stays in the engine", _OFF, "kv_transfer_config kv_events_config ec_transfer_config"),
-    ("requests are served in the order of their arrival", (None, "fcfs", "auto"), "scheduling_policy"),
-    ("the tokenizer is transformers' fast one", (None, "auto", "hf"), "tokenizer_mode"),
+    ("the KV cache stays in the engine; leave it out", _OFF, "kv_transfer_config kv_events_config ec_transfer_config"),
+    ("requests are served in the order of their arrival; leave it out", (None, "fcfs", "auto"), "scheduling_policy"),
+    ("the tokenizer is transformers' fast one; leave it out", (None, "auto", "hf"), "tokenizer_mode"),
     ("prompts are tokenised in the thread of the caller", None, "tokenizer_pool_size tokenizer_pool_type"
      " tokenizer_pool_extra_config"),
     ("the model and its tokenizer are at one place; download the revision, and pass its directory",
@@ -131,15 +135,15 @@ ENGINE_ARGUMENTS = table(
     ("the checkpoint's config.json decides; edit a copy of it", _OFF, "hf_overrides rope_scaling rope_theta"
      " override_neuron_config disable_sliding_window model_class_overrides"),
     ("prompt embeddings are not supported; pass text or token ids", _OFF, "enable_prompt_embeds"),
-    ("log-probabilities are of the raw logits", (None, "raw_logprobs"), "logprobs_mode"),
-    ("the fp8 cache has no scales", _OFF, "calculate_kv_scales kv_cache_dtype_skip_layers"),
+    ("log-probabilities are of the raw logits; leave it out", (None, "raw_logprobs"), "logprobs_mode"),
+    ("the fp8 cache has no scales; leave it out", _OFF, "calculate_kv_scales kv_cache_dtype_skip_layers"),
     ("kernels are chosen by kernel_priority, and CUDA graphs by enforce_eager", _OFF, "attention_backend"
      " attention_config kernel_config compilation_config optimization_level use_cudagraph attn_implementation"
      " attn_backend moe_backend linear_backend ir_op_priority enable_flashinfer_autotune override_attention_dtype"
      " enable_bf16x3_router_gemm use_fp64_gumbel performance_mode kv_sharing_fast_prefill"),
     ("the KV cache is sized by gpu_memory_utilization or num_kvcache_blocks", (None,), "kv_cache_memory_bytes"
      " max_memory mem_fraction_static"),
-    ("an option of another engine, without a counterpart here", _OFF, "additional_config model_impl"
+    ("an option of another engine, without a counterpart here; leave it out", _OFF, "additional_config model_impl"
      " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"
      " enable_cumem_allocator tokens_only allow_deprecated_quantization"),
     # Other names of arguments that the engine has.
@@ -152,7 +156,7 @@ ENGINE_ARGUMENTS = table(
     ("use tensor_parallel_size", _RENAMED, "tp_size"),
     ("use max_num_seqs", _RENAMED, "max_running_requests max_batch_size"),
     ("use enable_prefix_caching=False", _RENAMED, "disable_radix_cache"),
-    ("the KV cache is always used", (None, True), "use_cache"),
+    ("the KV cache is always used; leave it out", (None, True), "use_cache"),
 )  # fmt: skip
 """Arguments of `vllm.LLM`, and some of transformers' `from_pretrained`."""
 
@@ -168,12 +172,12 @@ SAMPLING_ARGUMENTS = table(
     ("use LLM.stream", _RENAMED, "stream streamer"),
     ("use repetition_penalty", _RENAMED, "repeat_penalty"),
     ("pass the values as arguments of SamplingParams", (None,), "generation_config"),
-    ("the KV cache is always used", (None, True), "use_cache"),
+    ("the KV cache is always used; leave it out", (None, True), "use_cache"),
     ("use stop_token_ids", _RENAMED, "eos_token_id"),
     ("use logprobs", _RENAMED, "top_logprobs output_scores output_logits"),
     ("use bad_words, with the words as text", _RENAMED, "bad_words_ids"),
     ("use logit_bias; -100 bans a token", _RENAMED, "suppress_tokens begin_suppress_tokens sequence_bias"),
-    ("a prompt is not padded", _RENAMED, "pad_token_id"),
+    ("a prompt is not padded; leave it out", _RENAMED, "pad_token_id"),
     ("beam search is not supported; use n for several completions", _ONE, "use_beam_search num_beams beam_width"
      " length_penalty early_stopping num_beam_groups diversity_penalty"),
     ("use n, and choose the best by cumulative_logprob", _ONE, "best_of"),
@@ -181,16 +185,19 @@ SAMPLING_ARGUMENTS = table(
      " guided_regex guided_choice guided_grammar regex json_schema ebnf grammar"),
     ("use structured_outputs=StructuredOutputs.of_response_format(...)", _OFF, "response_format"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
-     " logits_processor extra_args vllm_xargs custom_params guidance_scale watermarking_config"
-     " renormalize_logits exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id"),
-    ("speculative decoding is not supported", _OFF, "assistant_model prompt_lookup_num_tokens"),
+     " logits_processor"),
+    ("these are for plugins of another engine; leave it out", _OFF, "extra_args vllm_xargs custom_params"),
+    ("this change of the logits is not supported; use logit_bias, bad_words or penalties", _OFF, "guidance_scale"
+     " watermarking_config renormalize_logits exponential_decay_length_penalty forced_bos_token_id"
+     " forced_eos_token_id"),
+    ("speculative decoding is not supported; leave it out", _OFF, "assistant_model prompt_lookup_num_tokens"),
     ("a prompt is not cut; shorten it", (None, -1), "truncate_prompt_tokens"),
     ("pass skip_tokenizer_init=True to LLM for outputs without a text", (None, True), "detokenize"),
-    ("the text is the tokenizer's, spaces included", (None, True), "spaces_between_special_tokens"),
+    ("the text is the tokenizer's, spaces included; leave it out", (None, True), "spaces_between_special_tokens"),
     ("an output has all its tokens; use LLM.stream for pieces", (None,), "output_kind"),
-    ("every request may use the prefix cache; a cache_salt keeps prompts apart", (None, False),
+    ("every request may use the prefix cache; pass a cache_salt to keep prompts apart", (None, False),
      "skip_reading_prefix_cache"),
-    ("log-probabilities are one dict for each token", (None, False), "flat_logprobs"),
+    ("log-probabilities are one dict for each token; leave it out", (None, False), "flat_logprobs"),
     ("the engine handles each token as it comes", None, "output_text_buffer_length skip_clone stream_interval"),
     ("log-probabilities are those of the most likely tokens; use logprobs", (None,), "logprob_token_ids"
      " prompt_logprob_token_ids prompt_logprob_start"),
@@ -207,8 +214,8 @@ SAMPLING_ARGUMENTS = table(
 
 STRUCTURED_OUTPUT_ARGUMENTS = table(
     ("there is one backend, llguidance", None, "disable_fallback backend"),
-    ("JSON has a space after each separator and no other white space", (None, False, True), "disable_any_whitespace"),
-    ("JSON has a space after each separator and no other white space", (None,), "whitespace_pattern"),
+    ("JSON has a space after each separator and no other white space", None, "disable_any_whitespace"),
+    ("JSON has a space after each separator and no other white space; leave it out", (None,), "whitespace_pattern"),
     ('write "additionalProperties": false into the schema', (None, False), "disable_additional_properties"),
     ("structural tags are not supported; use a grammar", (None,), "structural_tag"),
 )
@@ -217,7 +224,7 @@ STRUCTURED_OUTPUT_ARGUMENTS = table(
 CALL_ARGUMENTS = table(
     ("LoRA is not supported; merge the adapter into the weights", (None,), "lora_request"),
     ("prompt adapters are not supported; put the prompt into the text", (None,), "prompt_adapter_request"),
-    ("requests are served in the order of their arrival", (None, 0, []), "priority"),
+    ("requests are served in the order of their arrival; leave it out", (None, 0, []), "priority"),
     ("use SamplingParams(structured_outputs=...)", (None,), "guided_options_request"),
     ("images, audio and video are not supported; send text", (None, {}), "mm_processor_kwargs multi_modal_data"),
     ("pass a list of token ids, or a list of such lists, as prompts", (None,), "prompt_token_ids"),

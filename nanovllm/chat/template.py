@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from nanovllm.chat.tools import CALL, END_CALL
+from nanovllm.wording import brief
 
 logger = logging.getLogger(__name__)
+_warned: WeakSet[Any] = WeakSet()
+"""Tokenizers whose templates show no tools, as was logged."""
 
 Message = Mapping[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -44,7 +49,7 @@ def check_messages(name: str, messages: Any) -> None:
             raise _no_conversation(f"{name}[{i}]", message)
         content = message.get("content")
         if message["role"] in _TEXT_ROLES and not (isinstance(content, str) or _is_list(content)):
-            said = f"content={content!r:.80}" if "content" in message else "content is missing"
+            said = f"content={brief(content)}" if "content" in message else "content is missing"
             raise TypeError(f"{name}[{i}]: {said}: pass a text, or a list of parts with texts")
 
 
@@ -71,9 +76,9 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
         )
     if (tools := given.get("tools")) is not None:
         if not _is_list(tools):
-            raise TypeError(f"tools={tools!r:.80}: must be a list of descriptions of functions, or None")
+            raise TypeError(f"tools={brief(tools)}: must be a list of descriptions of functions, or None")
         if "tools" not in str(given.get("chat_template", tokenizer.chat_template)):
-            logger.warning("the model's chat template does not show tools: the model will not know them")
+            _warn_of_tools(tokenizer)
     plain = [_with_call_objects(_with_plain_content(f"{name}[{i}]", m)) for i, m in enumerate(messages)]
     if "tool_calls" not in str(given.get("chat_template", tokenizer.chat_template)):
         plain = list(map(_with_calls_as_text, plain))
@@ -81,6 +86,18 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
         return tokenizer.apply_chat_template(plain, tokenize=False, **given)
     except Exception as error:  # of Jinja, of transformers, or what the template itself raises
         raise ValueError(f"{name}: the chat template refuses the conversation: {error}") from error
+
+
+def _warn_of_tools(tokenizer: Any) -> None:
+    """Once for each model that is loaded: a server would say it with every request."""
+    if tokenizer in _warned:
+        return
+    _warned.add(tokenizer)
+    logger.warning(
+        "the chat template of %s does not show tools, so the model does not know them; describe them in a system"
+        " message, or take a model whose template shows tools",
+        Path(tokenizer.name_or_path or "this model").name,
+    )  # fmt: skip
 
 
 def _with_plain_content(name: str, message: Message) -> Message:
@@ -96,7 +113,9 @@ def _with_plain_content(name: str, message: Message) -> Message:
         if kind not in _TEXT_PARTS:
             raise ValueError(f"{name}: a part of type {kind!r} is not supported; the engine reads text alone")
         if not isinstance(text, str):
-            raise TypeError(f'{name}: content[{i}]={part!r:.80}: a part is {{"type": "text", "text": ...}} or a string')
+            raise TypeError(
+                f'{name}: content[{i}]={brief(part)}: a part is {{"type": "text", "text": ...}} or a string'
+            )
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
 
@@ -153,6 +172,6 @@ def _is_list(value: Any) -> bool:
 
 def _no_conversation(name: str, value: Any) -> TypeError:
     return TypeError(
-        f'{name}={value!r:.80}: a conversation is a list of dicts with "role" and "content"; pass for example'
+        f'{name}={brief(value)}: a conversation is a list of dicts with "role" and "content"; pass for example'
         ' [{"role": "user", "content": "Hello!"}], or a list of such lists'
     )

@@ -19,15 +19,20 @@ class BareTokenizer:
         tokenizer: it belongs to this object from now on.
         special: transformers' names of special tokens ("bos_token", "eos_token", "unk_token", "pad_token") -> token.
         chat_template: a Jinja template, or None.
+        name_or_path: where it comes from.
 
     Attributes:
         backend_tokenizer: the tokenizer.
+        name_or_path: as given.
     """
 
-    def __init__(self, tokenizer: Tokenizer, special: Mapping[str, str | None], chat_template: str | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, special: Mapping[str, str | None], chat_template: str | None, name_or_path: str = ""
+    ) -> None:
         from tokenizers import AddedToken
 
         self.backend_tokenizer = tokenizer
+        self.name_or_path = name_or_path
         self._special = {name: token for name, token in special.items() if token is not None}
         self._chat_template = chat_template
         self._whole: PreTrainedTokenizerBase | None = None
@@ -43,7 +48,7 @@ class BareTokenizer:
 
             self._whole = PreTrainedTokenizerFast(
                 tokenizer_object=self.backend_tokenizer, chat_template=self._chat_template,
-                clean_up_tokenization_spaces=False, **self._special,
+                clean_up_tokenization_spaces=False, name_or_path=self.name_or_path, **self._special,
             )  # fmt: skip
         return self._whole
 

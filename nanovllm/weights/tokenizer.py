@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.weights.bare_tokenizer import BareTokenizer, check_template
 from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json
+from nanovllm.wording import brief
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -85,7 +86,7 @@ def _check_chat_template(tokenizer: PreTrainedTokenizerBase | BareTokenizer, whe
     template = tokenizer.chat_template
     for text in template.values() if isinstance(template, dict) else [template]:
         if text is not None and not isinstance(text, str):
-            raise ValueError(f"{where} is {text!r:.60}, which is no text; correct it or remove it")
+            raise ValueError(f"{where} is {brief(text, 60)}, which is no text; correct it or remove it")
         if text:
             check_template(text, where)
 
@@ -129,7 +130,7 @@ def _from_gguf(file: GGUFFile) -> BareTokenizer | None:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     template = file.field("tokenizer.chat_template", str)
     special = {ours: _token(file, theirs) for ours, theirs in names.items()}
-    wrapped = BareTokenizer(tokenizer, special, template)
+    wrapped = BareTokenizer(tokenizer, special, template, str(file.path))
     _check_chat_template(wrapped, f"{file.path}: metadata key 'tokenizer.chat_template'")
     return wrapped
 
@@ -185,7 +186,9 @@ def _bpe(file: GGUFFile, merges: list[tuple[str, str]], **options: Any) -> Token
     vocab = {token: index for index, token in enumerate(_strings(file, "tokens"))}
     for left, right in merges:  # tokenizers panics on some that do not fit
         if not (left in vocab and right in vocab and left + right in vocab):
-            raise file.error(f"holds a vocabulary and merges that do not fit together: {left!r:.30} {right!r:.30}")
+            raise file.error(
+                f"holds a vocabulary and merges that do not fit together: {brief(left, 30)} {brief(right, 30)}"
+            )
     try:
         return Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     except Exception as error:  # tokenizers raises bare Exception

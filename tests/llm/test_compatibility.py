@@ -1,6 +1,7 @@
 """What users of vLLM, nano-vLLM and transformers type."""
 
 import logging
+import re
 import time
 
 import pytest
@@ -8,6 +9,12 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config, EngineConfig
+from nanovllm.foreign_arguments import (
+    CALL_ARGUMENTS,
+    ENGINE_ARGUMENTS,
+    SAMPLING_ARGUMENTS,
+    STRUCTURED_OUTPUT_ARGUMENTS,
+)
 from nanovllm.kernels.ops import sample
 from tests.llm.small_llm import (
     GREEDY,
@@ -112,7 +119,10 @@ def test_tools_reach_the_template(llm, caplog):
     (out,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools, chat_template=template)
     assert out.prompt == "weather: hi" and not caplog.records
     (out,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
-    assert out.prompt == PROMPT and "chat template does not show tools" in caplog.text
+    llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
+    (record,) = caplog.records  # once, however many requests have tools
+    assert out.prompt == PROMPT and "does not show tools" in record.message and "system message" in record.message
+    assert re.match(r"the chat template of llama\d+ ", record.message), "the directory's name"
     with pytest.raises(ValueError, match="tools=5: must be a list of descriptions"):
         llm.chat(MESSAGES, tools=5)
 
@@ -186,7 +196,8 @@ def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
         (dict(torch_dtype="auto"), "torch_dtype='auto': use dtype"),
         (dict(moe_backend="triton"), "moe_backend='triton': kernels are chosen by kernel_priority"),
         (dict(mamba_cache_dtype="float32"), "mamba_cache_dtype='float32': models with state-space layers"),
-        (dict(data_parallel_rank=2), "data_parallel_rank=2: a model is split by tensor_parallel_size alone"),
+        (dict(data_parallel_rank=2), "data_parallel_rank=2: copies of a model are engines of their own; start one"),
+        (dict(data_parallel_size=2), "data_parallel_size=2: copies of a model are engines of their own; start one"),
         (dict(tp_size=2), "tp_size=2: use tensor_parallel_size"),
         (dict(cache_dir="/tmp"), "cache_dir='/tmp': a hub id is looked up in the Hugging Face cache"),
         (dict(ubatch=2), "an unknown argument 'ubatch'; known are model, "),
@@ -196,6 +207,21 @@ def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
 )
 def test_what_is_not_supported_is_refused_by_its_own_name(directory, arguments, answer):
     refused(TypeError, directory, f"LLM got {answer}", **arguments)
+
+
+_DO = r"(^|; |, or )(use|pass|set|leave|put|send|merge|make|edit|delete|write|shorten|start|download)\b|\bby "
+
+
+@pytest.mark.parametrize(
+    "table", [ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS, CALL_ARGUMENTS, STRUCTURED_OUTPUT_ARGUMENTS], ids=len
+)
+def test_what_is_refused_says_what_to_do(table):
+    refusals = {argument.answer for argument in table.values() if argument.harmless is not None}
+    assert [answer for answer in refusals if not re.search(_DO, answer)] == []
+
+
+def test_a_reasoning_parser_has_no_effect_as_on_the_command_line(directory):
+    assert EngineConfig(str(directory), reasoning_parser="qwen3") == EngineConfig(str(directory))
 
 
 def test_arguments_of_calls(llm):

@@ -196,7 +196,7 @@ def test_a_method_of_a_checkpoint_that_is_not_quantised(checkpoint):
         ValueError, match="quantization='awq': .* is not quantised in that way; leave the argument out, or pass fp8"
     ):
         locate(EngineConfig(str(checkpoint), quantization="awq"))
-    with pytest.raises(ValueError, match="quantization='int3': must be one of fp8, int4, int8"):
+    with pytest.raises(ValueError, match="quantization='int3': is not supported; pass fp8, int4, int8 or q4_k_m to"):
         EngineConfig(str(checkpoint), quantization="int3")
 
 
