@@ -141,7 +141,7 @@ def _from_hub(model_id: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
         raise FileNotFoundError(
             f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
-            f" ({type(e).__name__}); pass a directory or a .gguf file, or download it first"
+            f": {_why_not(e)}; or pass a directory or a .gguf file"
         ) from e
 
 
@@ -170,3 +170,21 @@ def _nearest(name: str, presets: Collection[str]) -> str | None:
     named = {p.name: str(p) if p.is_absolute() else f"./{p}" for p in siblings} | {p: p for p in presets}
     near = difflib.get_close_matches(path.name, named, n=1, cutoff=0.7)
     return named[near[0]] if near else None
+
+
+def _why_not(error: Exception) -> str:
+    """Why the hub gave no files, and what to do."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "the model is gated; ask for access on its page, and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub has no such model, or it is a private one; correct the name, or set HF_TOKEN"
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set; unset it"
+    cause: BaseException = error
+    while cause.__cause__ is not None:  # the hub's own words for a network that fails do not say how
+        cause = cause.__cause__
+    said = (str(cause).splitlines() or [""])[0]
+    return f"the hub did not answer as expected ({type(cause).__name__}: {said}); check the connection"

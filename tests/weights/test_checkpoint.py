@@ -118,6 +118,29 @@ def test_what_is_nowhere_while_offline(name, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     not_found(FileNotFoundError, name, repr(name))
+    if name == "someone/no-such-model":
+        not_found(FileNotFoundError, name, "could not be downloaded: HF_HUB_OFFLINE is set; unset it")
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("RepositoryNotFoundError", "the hub has no such model, or it is a private one; correct the name"),
+        ("GatedRepoError", "the model is gated; ask for access on its page, and set HF_TOKEN"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give(kind, said, monkeypatch):
+    import httpx
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    def snapshot_download(model_id, local_files_only=False, **_):
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("nothing cached")
+        raise getattr(errors, kind)("no", response=httpx.Response(404, request=httpx.Request("GET", "http://x")))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    not_found(FileNotFoundError, "someone/model", said)
 
 
 def test_a_network_that_fails_is_not_a_traceback(monkeypatch):
@@ -128,7 +151,7 @@ def test_a_network_that_fails_is_not_a_traceback(monkeypatch):
         raise LocalEntryNotFoundError("nothing cached") if local_files_only else ConnectionError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    not_found(FileNotFoundError, "someone/model", "'someone/model'", "could not be downloaded", "ConnectionError")
+    not_found(FileNotFoundError, "someone/model", "'someone/model'", "not be downloaded", "ConnectionError: no route")
 
 
 def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatch, checkpoint):
