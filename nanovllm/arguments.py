@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from nanovllm.foreign_arguments import ForeignArgument
+from nanovllm.wording import brief
 
 T = TypeVar("T", bound=type)
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -77,8 +78,8 @@ def drop_foreign(kind: str, given: dict[str, Any], foreign: Mapping[str, Foreign
     for name in [name for name in given if name in foreign]:
         value, argument = given.pop(name), foreign[name]
         if not argument.is_harmless(value):
-            raise TypeError(f"{kind} got {name}={value!r:.80}: {argument.answer}")
-        dropped.append(f"{name}={value!r:.80} ({argument.answer})")
+            raise TypeError(f"{kind} got {name}={brief(value)}: {argument.answer}")
+        dropped.append(f"{name}={brief(value)} ({argument.answer})")
     if dropped:
         logger.info("%s takes these arguments without effect: %s", kind, "; ".join(dropped))
 

@@ -25,6 +25,7 @@ from nanovllm.frontend.output_stream import EngineDeadError, OutputStream, Reque
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.tokenizer import load_tokenizer
+from nanovllm.wording import brief
 
 if TYPE_CHECKING:
     from nanovllm.frontend.engine_client import EngineClient
@@ -73,7 +74,7 @@ class AsyncLLM:
         self._streams: dict[int, OutputStream] = {}
         self._keys: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._over: str | None = None
+        self._over: Exception | None = None
         """Why no further request is started."""
         self.stats = EngineStats()
         self.last_step_time = time.monotonic()
@@ -158,9 +159,9 @@ class AsyncLLM:
         stream = OutputStream(request, name, lambda index: self._abort(key, index))
         with self._lock:
             if name in self._keys:
-                raise ValueError(f"request_id={name!r:.80}: a request of this id runs; pass another one, or None")
+                raise ValueError(f"request_id={brief(name)}: a request of this id runs; pass another one, or None")
             if self._over is not None:
-                raise EngineDeadError(self._over)
+                raise type(self._over)(*self._over.args)
             if not self.client.alive:
                 raise EngineDeadError("the engine is not running")
             if not self._streams:
@@ -199,7 +200,7 @@ class AsyncLLM:
         """
         with self._lock:
             if for_good:
-                self._over = str(error)
+                self._over = error
                 self.maker.close()
             streams, self._streams, self._keys = list(self._streams.items()), {}, {}
         for key, stream in streams:

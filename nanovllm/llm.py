@@ -20,7 +20,7 @@ from nanovllm.frontend.progress import ProgressBar
 from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.wording import counted
+from nanovllm.wording import brief, counted
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -185,7 +185,7 @@ class LLM:
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
             raise TypeError(
-                f"chat_template_kwargs={variables!r:.80}: must be a dict, for example"
+                f"chat_template_kwargs={brief(variables)}: must be a dict, for example"
                 ' {"enable_thinking": False}, or None'
             )
         template = chat_template or getattr(self.engine.tokenizer, "chat_template", None)
@@ -336,8 +336,8 @@ def _as_list(prompts: Any) -> list[Any]:
         prompts = iter(prompts)
     except TypeError:
         raise TypeError(
-            f"prompts={prompts!r:.80}: must be a prompt or a list of prompts; a prompt is a string, a list of token ids"
-            " or a dict with one of them"
+            f"prompts={brief(prompts)}: must be a prompt or a list of prompts; a prompt is a string, a list of token"
+            " ids or a dict with one of them"
         ) from None
     prompts = list(prompts)
     # A flat list of integers is one prompt of token ids.

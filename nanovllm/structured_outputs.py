@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from nanovllm.arguments import rejects_unknown
 from nanovllm.foreign_arguments import STRUCTURED_OUTPUT_ARGUMENTS
+from nanovllm.wording import brief
 
 JSON_STYLE: Mapping[str, Any] = {
     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": True,
@@ -57,20 +58,20 @@ class StructuredOutputs:
             given = ", ".join(set_kinds) or "none of them"
             raise ValueError(f"{self.called}: set exactly one of {', '.join(KINDS)}, not {given}")
         if not isinstance(self.json_object, bool):
-            raise ValueError(f"{self.called}: json_object={self.json_object!r:.80}: must be True or False")
+            raise ValueError(f"{self.called}: json_object={brief(self.json_object)}: must be True or False")
         if self.reasoning not in (None, "open", "optional"):
-            raise ValueError(f'{self.called}: reasoning={self.reasoning!r:.80}: must be "open", "optional" or None')
+            raise ValueError(f'{self.called}: reasoning={brief(self.reasoning)}: must be "open", "optional" or None')
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json, self.called))
         if self.choice is not None:
             choice = self.choice
             if not isinstance(choice, (list, tuple)) or not all(isinstance(c, str) and c for c in choice) or not choice:
-                raise ValueError(f"{self.called}: choice={choice!r:.80}: must be a list of strings, none empty")
+                raise ValueError(f"{self.called}: choice={brief(choice)}: must be a list of strings, none empty")
             object.__setattr__(self, "choice", tuple(choice))
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                raise ValueError(f"{self.called}: {name}={value!r:.80}: must be a string that is not empty")
+                raise ValueError(f"{self.called}: {name}={brief(value)}: must be a string that is not empty")
         value = getattr(self, set_kinds[0])
         length = sum(map(len, value)) if isinstance(value, tuple) else len(str(value))
         if length > MAX_CHARACTERS:
@@ -92,7 +93,7 @@ class StructuredOutputs:
             return None
         if not isinstance(kind, str) or kind not in _FORMAT_FIELDS:
             raise ValueError(
-                f'response_format={response_format!r:.80}: type must be "text", "json_object" or "json_schema"'
+                f'response_format={brief(response_format)}: type must be "text", "json_object" or "json_schema"'
             )
         if unknown := set(response_format) - _FORMAT_FIELDS[kind]:
             raise ValueError(f"response_format: {min(map(str, unknown))!r} is no field of type {kind!r}; leave it out")
@@ -131,5 +132,5 @@ def _schema_text(schema: Any, called: str) -> str:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(
-            f"{called}: json={schema!r:.80}: must be a JSON schema as a dict or as JSON text: {error}"
+            f"{called}: json={brief(schema)}: must be a JSON schema as a dict or as JSON text: {error}"
         ) from None

@@ -13,6 +13,12 @@ def counted(number: float, noun: str, form: str = "") -> str:
     return f"{number:{form}} {noun}{'' if number == 1 else 's'}"
 
 
+def brief(value: object, most: int = 80) -> str:
+    """`repr` of a value. A longer one than `most` characters is cut, and ends in "..."."""
+    text = repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def are(number: int) -> str:
     """ "is" for 1, else "are"."""
     return "is" if number == 1 else "are"

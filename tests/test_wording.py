@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.wording import are, counted
+from nanovllm.wording import are, brief, counted
 from tests import tiny
 
 
@@ -15,6 +15,10 @@ from tests import tiny
         (counted(2, "prompt token"), "2 prompt tokens"),
         (counted(1.0, "second", "g"), "1 second"),
         (counted(1234, "tile", ","), "1,234 tiles"),
+        (brief({"a": 1}), "{'a': 1}"),
+        (brief("x" * 78), repr("x" * 78)),
+        (brief("x" * 79), "'" + "x" * 76 + "..."),
+        (brief([1, 2, 3], 8), "[1, 2..."),
         (are(1), "is"),
         (are(2), "are"),
     ],

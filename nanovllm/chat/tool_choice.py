@@ -10,6 +10,7 @@ from typing import Any
 
 from nanovllm.chat.tools import CALL, END_CALL, HermesToolParser, LlamaToolParser, ToolFormat, ToolParser, tool_format
 from nanovllm.structured_outputs import JSON_STYLE
+from nanovllm.wording import brief
 
 MAX_TOOLS = 128
 """Most tools of a request: OpenAI's limit."""
@@ -59,13 +60,15 @@ class ToolPlan:
             name = function.get("name") if isinstance(function, Mapping) else None
             if choice.get("type") != "function" or not isinstance(name, str):
                 raise ValueError(
-                    f'tool_choice={tool_choice!r:.80}: must be {{"type": "function", "function": {{"name": ...}}}}'
+                    f'tool_choice={brief(tool_choice)}: must be {{"type": "function", "function": {{"name": ...}}}}'
                 )
             if name not in names:
-                raise ValueError(f"tool_choice: there is no function {name!r:.80} in tools, which has {names}")
+                raise ValueError(f"tool_choice: there is no function {brief(name)} in tools, which has {names}")
             choice = "named"
         elif choice not in ("none", "auto", "required"):
-            raise ValueError(f'tool_choice={tool_choice!r:.80}: must be "none", "auto", "required" or a named function')
+            raise ValueError(
+                f'tool_choice={brief(tool_choice)}: must be "none", "auto", "required" or a named function'
+            )
         if choice == "required" and not checked:
             raise ValueError('tool_choice="required" needs tools, and there are none; pass tools')
         if not checked:
@@ -112,22 +115,22 @@ def _checked_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     if tools is None:
         return ()
     if not isinstance(tools, Sequence) or isinstance(tools, (str, bytes)):
-        raise ValueError(f"tools={tools!r:.80}: must be a list of descriptions of functions, such as {_EXAMPLE}")
+        raise ValueError(f"tools={brief(tools)}: must be a list of descriptions of functions, such as {_EXAMPLE}")
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"tools: {len(tools)} tools, at most {MAX_TOOLS} are allowed; leave some out")
     names = set()
     for i, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
         if not isinstance(function, Mapping):
-            raise ValueError(f"tools[{i}]={tool!r:.80}: must be a description of a function, such as {_EXAMPLE}")
+            raise ValueError(f"tools[{i}]={brief(tool)}: must be a description of a function, such as {_EXAMPLE}")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(
-                f"tools[{i}]: name={name!r:.80}: must have 1 to 64 letters, digits, dashes, dots and underscores"
+                f"tools[{i}]: name={brief(name)}: must have 1 to 64 letters, digits, dashes, dots and underscores"
             )
         if name in names:
             raise ValueError(f"tools[{i}]: name={name!r}: another tool has this name; rename one")
         if parameters is not None and not isinstance(parameters, Mapping):
-            raise ValueError(f"tools[{i}]: parameters={parameters!r:.80}: must be a JSON schema, or left out")
+            raise ValueError(f"tools[{i}]: parameters={brief(parameters)}: must be a JSON schema, or left out")
         names.add(name)
     return tuple(tools)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +18,7 @@ from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
     from nanovllm.bench.serving import Load, Measured
+    from nanovllm.bench.serving_client import Target
 
 _BUSY_CLIENT = 0.9
 """Share of a processor above which the client is said to be a possible limit."""
@@ -40,7 +41,7 @@ class _Loads:
     num_requests: Annotated[int | None, typer.Option(help="Requests of each load; by default 4 for each stream.")] = (
         None
     )
-    input_len: Annotated[int, typer.Option(help="Words of a prompt.")] = 128
+    input_len: Annotated[int, typer.Option(help="Words of a prompt, of about a token each.")] = 128
     output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
     vocab_size: Annotated[
         int | None, typer.Option(help="Prompts are --input-len random token ids below this number, not words.")
@@ -114,6 +115,8 @@ def serve(
         for load in loads:
             with _bar(load.name, load.total, shown=json_file != STDOUT) as advance:
                 found.append(measure(target, load, goal, advance))
+            if not any(m.num_good for m in found):  # a wrong name or key: the other loads would fail too
+                raise ValueError(_nothing_succeeded(target, found[-1]))
     except KeyboardInterrupt:
         interrupted = True
     if not write_json(json_file, [m.as_dict() for m in found]):
@@ -121,8 +124,18 @@ def serve(
     if interrupted:
         print(f"interrupted after {len(found)} of {len(loads)} loads", file=sys.stderr)
         raise typer.Exit(130)
-    if not any(m.num_good for m in found):
-        raise ValueError(f"{url}: no request succeeded")
+
+
+def _nothing_succeeded(target: Target, measured: Measured) -> str:
+    """What is said of a load without a good answer."""
+    from nanovllm.bench.serving_client import get_json
+
+    with suppress(ValueError, LookupError, TypeError):
+        names = [entry["id"] for entry in get_json(target, "models")["data"]]
+        if target.model not in names:
+            return f"--model {target.model}: the server has no such model; it has {', '.join(names)}"
+    error = max(measured.errors, key=measured.errors.__getitem__)
+    return f"{target.url}: no request succeeded of {measured.num_failed}; the most frequent error: {error}"
 
 
 def _numbers(option: str, text: str) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanovllm.weights.token_lengths import MostCharacters, most_characters
-from nanovllm.wording import counted
+from nanovllm.wording import brief, counted
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _UNCHECKED_CHARACTERS = 16
@@ -50,13 +50,13 @@ class PromptReader:
         if isinstance(prompt, Mapping):
             if not prompt or set(prompt) - _KEYS or not set(prompt) - {"cache_salt"}:
                 raise ValueError(
-                    f'{name}={prompt!r:.80}: a prompt dict has "prompt" or "prompt_token_ids", and maybe "cache_salt",'
+                    f'{name}={brief(prompt)}: a prompt dict has "prompt" or "prompt_token_ids", and maybe "cache_salt",'
                     f" not {sorted(map(str, prompt))}"
                 )
             text, salt = prompt.get("prompt"), prompt.get("cache_salt")
             if "cache_salt" in prompt and not (isinstance(salt, str) and salt):
                 raise ValueError(
-                    f"{name}: cache_salt={salt!r:.80}: must be a string that is not empty; or leave it out"
+                    f"{name}: cache_salt={brief(salt)}: must be a string that is not empty; or leave it out"
                 )
             if "prompt_token_ids" in prompt:
                 return Prompt(text, self._token_ids(prompt["prompt_token_ids"], name), salt)
@@ -79,7 +79,7 @@ class PromptReader:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"{name}={text!r:.80}: half of a surrogate pair, at position {error.start}, is no text; remove it"
+                f"{name}={brief(text)}: half of a surrogate pair, at position {error.start}, is no text; remove it"
             ) from None
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
@@ -143,7 +143,7 @@ class PromptReader:
             token_ids = [int(t.__index__()) for t in prompt]
         except (TypeError, AttributeError):
             raise TypeError(
-                f"{name}: a prompt is a string, a list of token ids or a dict with one of them, not {prompt!r:.80}"
+                f"{name}: a prompt is a string, a list of token ids or a dict with one of them, not {brief(prompt)}"
             ) from None
         self._check_length(len(token_ids))
         self.check_ids(token_ids)

@@ -14,6 +14,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.constraint import ConstraintMaker
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.wording import brief
 
 
 class RequestMaker:
@@ -69,7 +70,7 @@ class RequestMaker:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(
-                f"{names[1]}={params!r:.80}: must be SamplingParams, not {type(params).__name__}; pass for example"
+                f"{names[1]}={brief(params)}: must be SamplingParams, not {type(params).__name__}; pass for example"
                 " SamplingParams(temperature=0.6, max_tokens=64), or None for the defaults"
             )
         self.check(params)

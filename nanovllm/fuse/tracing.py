@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.wording import brief
+
 SUPPORTED = (
     "supported are an nn.Module, a torch.fx.GraphModule, a function of tensors or a torch.export.ExportedProgram, with "
     "fixed shapes, no branch on a tensor's value, and operators of ATen or ones that are registered with a fake "
@@ -50,7 +52,7 @@ def trace(
         return _fixed(target, "the exported program")
     name = type(target).__name__ if isinstance(target, torch.nn.Module) else getattr(target, "__name__", repr(target))
     if not callable(target):
-        raise TraceError(f"cannot trace {target!r:.80}: it is neither a module nor a function; {SUPPORTED}")
+        raise TraceError(f"cannot trace {brief(target)}: it is neither a module nor a function; {SUPPORTED}")
     module = target if isinstance(target, torch.nn.Module) else _Wrapped(target)
     try:
         with torch.no_grad(), _silence():

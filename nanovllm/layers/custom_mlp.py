@@ -15,6 +15,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
+from nanovllm.wording import brief
 
 
 class GatedMLP(nn.Module):
@@ -133,7 +134,7 @@ class CustomGatedMLP(GatedMLP):
         weight = self.gate_up_proj.weight
         like = isinstance(x, torch.Tensor) and x.dtype == weight.dtype and x.device == weight.device
         if not like or not x.dim() or x.shape[-1] != weight.shape[1]:
-            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else f"{x!r:.80}"
+            got = f"{x.dtype} {list(x.shape)} on {x.device}" if isinstance(x, torch.Tensor) else brief(x)
             raise ValueError(
                 f"x: expected {weight.dtype} [..., {weight.shape[1]}] on {weight.device}, as the weights, not {got}"
             )

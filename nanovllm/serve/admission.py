@@ -84,7 +84,7 @@ class Admission:
         """
         if self.draining:
             self._rejected("drain")
-            raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=5)
+            raise ApiError(503, "the server is shutting down", code="server_shutdown", retry_after=5)
         if self._max_per_key is not None and self._open[key] >= self._max_per_key:
             self._rejected("key")
             raise ApiError(

@@ -29,6 +29,7 @@ from nanovllm.serve.sampling import bad_request, sampling_params
 from nanovllm.serve.service import Service
 from nanovllm.serve.structured import constraint
 from nanovllm.serve.token_logprobs import chat_logprobs, prompt_rows
+from nanovllm.wording import brief
 
 
 async def chat_completions(service: Service, exchange: Exchange, key: str) -> None:
@@ -56,7 +57,7 @@ class Conversation:
         self._names = dict(names)
         if request.max_completion_tokens is not None:
             self._names["max_tokens"] = "max_completion_tokens"
-        if request.top_logprobs:
+        if request.top_logprobs and request.logprobs:
             self._names["logprobs"] = "top_logprobs"
         with renamed(self._names):
             self._read()
@@ -78,7 +79,8 @@ class Conversation:
         )  # fmt: skip
         self.plan = AnswerPlan.of(self.tools, self.prompt, template)
         if request.top_logprobs and not request.logprobs:
-            raise ApiError(400, "top_logprobs: needs logprobs=true", "top_logprobs")
+            said = f"top_logprobs={request.top_logprobs}: needs logprobs=true; add it"
+            raise ApiError(400, said, "top_logprobs")
         both = request.max_completion_tokens, request.max_tokens
         params = sampling_params(
             request,
@@ -113,7 +115,7 @@ def _reasoning_effort(effort: str, template: str) -> dict[str, Any]:
         return {"enable_thinking": effort != "none"}
     if effort == "none":
         return {}
-    raise ApiError(400, f"reasoning_effort={effort!r:.80}: this model does not reason; leave it out",
+    raise ApiError(400, f"reasoning_effort={brief(effort)}: this model does not reason; leave it out",
                    "reasoning_effort")  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from nanovllm.serve.sampling import sampling_params
 from nanovllm.serve.service import Service
 from nanovllm.serve.structured import constraint
 from nanovllm.serve.token_logprobs import CompletionLogprobs, prompt_rows
+from nanovllm.wording import brief
 
 MAX_PROMPTS = 1024
 
@@ -62,7 +63,7 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
         is_ids = isinstance(one, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in one)
         if not (isinstance(one, str) or is_ids):
             raise ApiError(
-                400, f"prompt[{i}]={one!r:.80}: must be a string or a list of token ids", "prompt"
+                400, f"prompt[{i}]={brief(one)}: must be a string or a list of token ids", "prompt"
             )  # fmt: skip
     return prompt
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from nanovllm.frontend.output_stream import EngineDeadError
+
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
     408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
     500: "server_error", 501: "not_supported_error", 503: "service_unavailable_error",
 }  # fmt: skip
+
+
+class ServerShutdown(EngineDeadError):
+    """The server has ended before the request did."""
 
 
 class ApiError(Exception):
@@ -18,7 +24,7 @@ class ApiError(Exception):
     Args:
         status: the HTTP status.
         param: the request's field that is wrong.
-        code: a word for programs, such as "model_not_found".
+        code: a word for programs, such as "model_not_found"; as in OpenAI's errors, others have none.
         retry_after: seconds after which the client may try again.
         allow: of a 405, the methods that the path has.
     """
@@ -46,7 +52,7 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code or self.status}
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
     def headers(self) -> list[tuple[bytes, bytes]]:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from nanovllm.serve.errors import ApiError
-from nanovllm.wording import counted
+from nanovllm.wording import brief, counted
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -112,7 +112,7 @@ class Exchange:
         """Take the id that a body brings, before the answer begins."""
         if not _SAFE_ID.fullmatch(request_id.encode()):
             said = "must have 1 to 128 letters, digits, dots, colons, dashes and underscores"
-            raise ApiError(400, f"request_id={request_id!r:.80}: {said}", "request_id")
+            raise ApiError(400, f"request_id={brief(request_id)}: {said}", "request_id")
         self.request_id = request_id
 
     async def start(self, status: int, headers: Headers) -> None:

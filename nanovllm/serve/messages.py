@@ -17,6 +17,7 @@ from nanovllm.serve.event_stream import event
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import ChatRequest, parse
 from nanovllm.serve.service import Service
+from nanovllm.wording import brief
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
 
@@ -92,7 +93,11 @@ def _block_text(block: Any, name: str) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     text = block.get("text") if isinstance(block, dict) else None
     if kind != "text" or not isinstance(text, str):
-        said = f"a block of type {kind!r:.40} is not supported here; pass texts" if kind != "text" else "it has no text"
+        said = (
+            f"a block of type {brief(kind, 40)} is not supported here; pass texts"
+            if kind != "text"
+            else "it has no text"
+        )
         raise ApiError(400, f"{name}: {said}", name.split("[")[0])
     return text
 
@@ -101,7 +106,7 @@ def _chat_messages(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
     """Anthropic's message as chat messages: results of tools are messages of their own there."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
-        raise ApiError(400, f"{name}: role={role!r:.40}: must be user or assistant", "messages")
+        raise ApiError(400, f"{name}: role={brief(role, 40)}: must be user or assistant", "messages")
     if not isinstance(content, list):
         return [{"role": role, "content": _text(content, f"{name}.content")}]
     found: list[dict[str, Any]] = []
@@ -129,7 +134,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     for i, tool in enumerate(tools):
         if tool.get("type", "custom") != "custom":
             raise ApiError(
-                400, f"tools[{i}]: type={tool['type']!r:.40}: only functions of yours are supported", "tools"
+                400, f"tools[{i}]: type={brief(tool['type'], 40)}: only functions of yours are supported", "tools"
             )
     return [
         {"type": "function", "function": {"name": t.get("name"), "description": t.get("description", ""),
@@ -148,14 +153,14 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, parallel
     if not isinstance(kind, str) or kind not in names:
-        raise ApiError(400, f"tool_choice: type={kind!r:.40}: must be auto, any, tool or none", "tool_choice")
+        raise ApiError(400, f"tool_choice: type={brief(kind, 40)}: must be auto, any, tool or none", "tool_choice")
     return names[kind], parallel
 
 
 def _thinking(thinking: dict[str, Any] | None, service: Service) -> dict[str, Any]:
     kind = None if thinking is None else thinking.get("type")
     if kind not in (None, "disabled", "enabled", "adaptive"):
-        raise ApiError(400, f"thinking: type={kind!r:.40}: must be enabled or disabled", "thinking")
+        raise ApiError(400, f"thinking: type={brief(kind, 40)}: must be enabled or disabled", "thinking")
     if kind is not None and "enable_thinking" in (service.chat_template or ""):
         return {"enable_thinking": kind != "disabled"}
     return {}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from nanovllm.serve.errors import ApiError
+from nanovllm.wording import brief
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -163,7 +164,7 @@ def parse(data: dict[str, Any], kind: type[T]) -> T:
         harmless = _NO_EFFECT[name]
         if harmless is not None and given[name] not in harmless:
             remedy = _REMEDIES.get(name, "it is not supported; leave it out")
-            raise ApiError(400, f"{name}={given[name]!r:.80}: {remedy}", name, "unsupported_parameter")
+            raise ApiError(400, f"{name}={brief(given[name])}: {remedy}", name, "unsupported_parameter")
         del given[name]
     try:
         return msgspec.convert(given, kind)

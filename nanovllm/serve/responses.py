@@ -17,6 +17,7 @@ from nanovllm.serve.event_stream import event
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import ChatRequest, parse
 from nanovllm.serve.service import Service
+from nanovllm.wording import brief
 
 _RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
             "messages": "input"}  # fmt: skip
@@ -86,14 +87,16 @@ def _refuse_state(request: ResponsesRequest) -> None:
     if request.background:
         raise ApiError(400, "background: it is not supported; use stream", "background")
     if request.truncation != "disabled":
-        raise ApiError(400, f"truncation={request.truncation!r:.40}: an input is not cut; shorten it", "truncation")
+        raise ApiError(
+            400, f"truncation={brief(request.truncation, 40)}: an input is not cut; shorten it", "truncation"
+        )
     _refuse_others("text", request.text, {"format": None, "verbosity": ("medium",)})
     _refuse_others(
         "reasoning", request.reasoning, {"effort": None, "summary": ("auto",), "generate_summary": ("auto",)}
     )
     for name in request.include:
         if name != "reasoning.encrypted_content":  # there is none, so nothing is left out
-            raise ApiError(400, f"include: {name!r:.80} is not supported", "include")
+            raise ApiError(400, f"include: {brief(name)} is not supported", "include")
 
 
 def _refuse_others(name: str, given: dict[str, Any] | None, known: dict[str, tuple[str, ...] | None]) -> None:
@@ -101,7 +104,7 @@ def _refuse_others(name: str, given: dict[str, Any] | None, known: dict[str, tup
     for key, value in (given or {}).items():
         harmless = known.get(key, ())
         if value is not None and harmless is not None and value not in harmless:
-            raise ApiError(400, f"{name}: {key[:40]}={value!r:.80} is not supported; leave it out", name)
+            raise ApiError(400, f"{name}: {key[:40]}={brief(value)} is not supported; leave it out", name)
 
 
 def _chat_request(request: ResponsesRequest) -> ChatRequest:
@@ -140,7 +143,7 @@ def _add_item(messages: list[dict[str, Any]], item: dict[str, Any], name: str) -
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
     elif kind != "reasoning":  # thoughts of earlier answers are not shown to the model again
-        raise ApiError(400, f"{name}: type={kind!r:.80} is not supported", "input")
+        raise ApiError(400, f"{name}: type={brief(kind)} is not supported", "input")
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
@@ -149,7 +152,9 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     found = []
     for i, tool in enumerate(tools):
         if tool.get("type") != "function":
-            raise ApiError(400, f"tools[{i}]: type={tool.get('type')!r:.40}: only functions are supported", "tools")
+            raise ApiError(
+                400, f"tools[{i}]: type={brief(tool.get('type'), 40)}: only functions are supported", "tools"
+            )
         known = {k: v for k, v in tool.items() if k in ("name", "description", "parameters") and v is not None}
         found.append({"type": "function", "function": known})
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.async_llm import EngineDeadError, RequestFailed
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, ServerShutdown
 from nanovllm.serve.protocol import GenerationRequest
 from nanovllm.structured_outputs import GrammarsBusyError
 
@@ -53,17 +53,29 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def bad_request(error: Exception) -> ApiError:
-    """A 400 of what the engine says of a request; the message begins with the name of what is wrong."""
-    message = str(error)
+    """A 400 of what the engine says of a request; the message begins with the name of what is wrong.
+
+    It speaks to Python. Here an argument of `LLM` is an option of the server, and None is JSON's null.
+    """
+    message = re.sub(r"(?:pass )?\b(\w+)=(\S*) to LLM\b", _as_option, str(error))
+    message = message.replace("raise max_model_len", "start the server with a larger --max-model-len")
+    message = re.sub(r"(?<![\w'\"])None(?![\w'\"])", "null", message)
     name = re.match(r"([a-z_]\w*)(\[\d+\])?[=:]", message)
     code = "context_length_exceeded" if re.search(r"max_model_len=\d", message) else None
     return ApiError(400, message, name[1] if name else None, code)
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    """ "pass max_logprobs=30 to LLM" -> "start the server with --max-logprobs 30"."""
+    return f"start the server with --{argument[1].replace('_', '-')} {argument[2]}".rstrip()
 
 
 def as_api_error(error: Exception) -> ApiError:
     """What a client is told of an error of the engine or of a request."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, ServerShutdown):
+        return ApiError(503, str(error), code="server_shutdown", retry_after=5)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead", retry_after=5)
     if isinstance(error, RequestFailed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import signal
 import socket
@@ -17,13 +18,17 @@ from typing import Any
 
 import uvicorn
 
-from nanovllm.async_llm import AsyncLLM, EngineDeadError
+from nanovllm.async_llm import AsyncLLM
 from nanovllm.serve.api_servers import Siblings
 from nanovllm.serve.app import App
+from nanovllm.serve.errors import ServerShutdown
 from nanovllm.serve.limits import limited_protocol
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.service import Service
 from nanovllm.serve.tracing import Tracing
+from nanovllm.wording import counted
+
+logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
 _ACCEPTS = 16
@@ -152,6 +157,7 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        telling = self._loop.create_task(self._tell())
         timer = self._loop.call_later(0 if self._impatient else self.service.options.drain, self._end_now)
         try:
             await super().shutdown(self._sockets)
@@ -159,12 +165,24 @@ class Server(uvicorn.Server):
                 await self._siblings.ended(self.service.options.drain + 2 * _AFTER_DRAIN_SECONDS)
         finally:
             timer.cancel()
+            telling.cancel()
             self._loop = None
+
+    async def _tell(self) -> None:
+        """Log what the end waits for, in one line for all API processes."""
+        if self._impatient or (self._siblings is not None and not self._siblings.leads):
+            return
+        count = (await self.service.counts()).requests_open
+        if count:
+            logger.warning(
+                "shutting down: %s %s up to %s to finish; a second Ctrl-C or SIGTERM ends %s at once",
+                counted(count, "running request"), "has" if count == 1 else "have",
+                counted(self.service.options.drain, "second", "g"), "it" if count == 1 else "them",
+            )  # fmt: skip
 
     def _end_now(self) -> None:
         """End the requests that run with an error, and soon after that everything else."""
-        error = EngineDeadError("the server was shut down before the request ended")
-        self.service.engine.fail_all(error, for_good=True)
+        self.service.engine.fail_all(ServerShutdown("the server was shut down before the request ended"), for_good=True)
         asyncio.get_running_loop().call_later(_AFTER_DRAIN_SECONDS / 2, self._cut_off)
 
     def _cut_off(self) -> None:

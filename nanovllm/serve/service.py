@@ -26,7 +26,7 @@ from nanovllm.serve.http import Exchange
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.sampling import as_api_error, bad_request
-from nanovllm.wording import counted
+from nanovllm.wording import brief, counted
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Service:
         """A 404 for a model that is not served. No name means the model of this server."""
         if name is not None and name not in self.options.model_names:
             known = ", ".join(self.options.model_names)
-            raise ApiError(404, f"model={name!r:.200}: there is no such model; known are {known}", "model",
+            raise ApiError(404, f"model={brief(name, 200)}: there is no such model; known are {known}", "model",
                            "model_not_found")  # fmt: skip
 
     async def json(self, exchange: Exchange) -> dict[str, Any]:

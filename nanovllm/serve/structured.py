@@ -23,7 +23,8 @@ def constraint(request: GenerationRequest) -> dict[str, Any]:
                 raise ApiError(400, "response_format and structured_outputs exclude each other", "response_format")
             spec = StructuredOutputs(**request.structured_outputs)
     except TypeError as error:
-        raise ApiError(400, f"structured_outputs: {error}", "structured_outputs") from None
+        said = str(error).replace(" got an unknown argument", ": there is no field").replace(" got ", ": ", 1)
+        raise ApiError(400, said, "structured_outputs") from None
     except ValueError as error:
         raise bad_request(error) from None
     return {"structured_outputs": spec, "allowed_token_ids": request.allowed_token_ids}

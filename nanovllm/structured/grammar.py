@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from typing import Any
 
 from nanovllm.structured_outputs import JSON_STYLE, StructuredOutputs
@@ -16,6 +17,15 @@ _REASONING_RULES = r"""
 think[lazy]: /(.|\n)*<\/think>/
 gap: /\n{0,2}/
 """
+_PLAIN = (
+    (r"Invalid type: (.*)", r"there is no type '\1'; use string, number, integer, boolean, object, array or null"),
+    (r"Unknown format: (.*)", r"the format '\1' is not known; leave it out, or use pattern"),
+    (r"Unsatisfiable schema: (.*)", r"no value matches the schema: \1"),
+    (r"Pointer '(.*)' does not exist", r"$ref: the schema has no '\1'; put it there, for example under $defs"),
+    (r"Resource '(.*)' is not present", r"$ref: '\1' is not read; put that schema under $defs"),
+    (r"invalid multiple of", "multipleOf: must be above 0"),
+)
+"""(What the library says of a JSON schema, what the user is told.)"""
 
 
 def is_installed() -> bool:
@@ -41,6 +51,13 @@ def plain_error(said: str) -> str:
     said = said.split("<backtrace>")[0].split("<non-verbose/>")[0].strip()
     if said.startswith("NoExtensionBias"):
         return "no text matches the grammar"
+    if said.startswith("Unimplemented keys: ["):
+        keys = json.loads(said.removeprefix("Unimplemented keys: "))
+        them = f"keyword {keys[0]!r} is" if len(keys) == 1 else f"keywords {', '.join(map(repr, keys))} are"
+        return f"the {them} not supported; leave {'it' if len(keys) == 1 else 'them'} out"
+    for pattern, plain in _PLAIN:
+        if (found := re.match(pattern, said)) is not None:
+            return found.expand(plain)
     if said.startswith("panic:"):
         return f"the grammar is too large for llguidance ({said[6:].strip()}); simplify it"
     return said

@@ -19,7 +19,7 @@ from nanovllm.layers.linear import Part
 from nanovllm.weights.gguf_families import FAMILIES
 from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, TensorInfo, open_gguf
 from nanovllm.weights.safetensors_files import NO_PARTS, TensorHeader
-from nanovllm.wording import counted
+from nanovllm.wording import brief, counted
 
 __all__ = ["GGUFError", "iter_tensors", "read_config", "read_headers"]
 
@@ -193,13 +193,13 @@ def _number(file: GGUFFile, key: str, default: Any = None, kind: type = int) -> 
     found = file.metadata.get(key, default)
     if isinstance(found, list):  # some files give a number per layer
         if any(value != found[0] for value in found) or not found:
-            raise file.error(f"{key} differs between layers: {found!r:.60}", "such models are not supported")
+            raise file.error(f"{key} differs between layers: {brief(found, 60)}", "such models are not supported")
         found = found[0]
     if found is None:
         raise file.error(f"metadata key {key!r} is missing", "convert the model again")
     if isinstance(found, bool) or not isinstance(found, (int, kind)):
         raise file.error(
-            f"metadata key {key!r} is {found!r:.60}, which is no {kind.__name__}", "convert the model again"
+            f"metadata key {key!r} is {brief(found, 60)}, which is no {kind.__name__}", "convert the model again"
         )
     if isinstance(found, float) and not math.isfinite(found):
         raise file.error(f"metadata key {key!r} is {found!r}", "convert the model again")

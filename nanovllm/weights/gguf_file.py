@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from nanovllm.wording import brief
+
 # ggml type id -> (name, elements per block, bytes per block). A block never spans two rows.
 # IQ4_NL and IQ4_XS are here because llama.cpp falls back to them inside K-quant files for rows that 256 does not
 # divide.
@@ -79,7 +81,7 @@ class GGUFFile:
         right = isinstance(value, (int, float) if kind is float else kind)
         if not right or (isinstance(value, bool) and kind is not bool):
             raise self.error(
-                f"metadata key {key!r} is {value!r:.60}, which is no {kind.__name__}", "convert the model again"
+                f"metadata key {key!r} is {brief(value, 60)}, which is no {kind.__name__}", "convert the model again"
             )
         return value
 

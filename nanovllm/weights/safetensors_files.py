@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.layers.linear import Part
+from nanovllm.wording import brief
 
 NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 
@@ -98,7 +99,9 @@ def _indexed_files(path: Path, index: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-        raise WeightError(f"{index} does not say which file holds which tensor ({e!r:.200}); download it again") from e
+        raise WeightError(
+            f"{index} does not say which file holds which tensor ({brief(e, 200)}); download it again"
+        ) from e
     if outside:
         raise WeightError(
             f"{index}: weight_map names {outside[0]!r}, which is outside of the model's directory; files must lie in"

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from typer.testing import CliRunner
 
 pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
 from nanovllm.bench.serving import Goal, Load, Measured, measure
 from nanovllm.bench.serving_client import Recorder, Target, Timed, get_json, request_body, take_apart
 from nanovllm.bench.workloads import Workload
+from nanovllm.cli import app
 from nanovllm.serve.options import ServeOptions
 from tests import tiny
 from tests.serve.running import RunningServer
@@ -96,6 +98,18 @@ def test_a_server(tmp_path):
     assert "Connection" in next(iter(gone.errors))
     with pytest.raises(ValueError, match="is a server there"):
         get_json(target, "models")
+
+
+def test_a_load_without_a_good_answer_ends_the_command_without_a_table(tmp_path):
+    tiny.save_with_tokenizer(tmp_path)
+    with RunningServer(tmp_path) as server:
+        for options, said in (
+            ("--model foo", "--model foo: the server has no such model; it has model"),
+            ("--input-len 999", "no request succeeded of 3; the most frequent error: status 400: "),
+        ):
+            done = CliRunner().invoke(app, f"bench serve {server.url} --num-requests 3 {options}".split())
+            assert isinstance(done.exception, ValueError) and said in str(done.exception)
+            assert "streams" not in done.output
 
 
 def test_bad_input():

@@ -136,7 +136,7 @@ def test_requests_of_one_key(model_path):
         server.assert_idle()
 
 
-def test_a_server_that_stops_lets_running_requests_finish(model_path):
+def test_a_server_that_stops_lets_running_requests_finish(model_path, caplog):
     with RunningServer(model_path, ServeOptions(drain=20)) as server:
         body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -148,6 +148,8 @@ def test_a_server_that_stops_lets_running_requests_finish(model_path):
             text = first + b"".join(pieces)
         assert text.endswith(b"data: [DONE]\n\n") and b'"finish_reason":"length"' in text
         stopping.join()
+        (said,) = (record.message for record in caplog.records if record.name == "nanovllm.serve.server")
+        assert said.startswith("shutting down: 1 running request has up to 20 seconds to finish; a second Ctrl-C")
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health", trust_env=False)
 
@@ -164,3 +166,4 @@ def test_what_outlives_the_drain_or_a_second_signal_ends_with_an_error(model_pat
             server.stop()
             text = b"".join(pieces)
         assert b'"error":{"message":"the server was shut down' in text and text.endswith(b"data: [DONE]\n\n")
+        assert b'"code":"server_shutdown"' in text, "the engine did not die"

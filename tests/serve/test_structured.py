@@ -23,6 +23,10 @@ REFUSED = {"type": "json_schema", "json_schema": {"schema": {"type": "array", "u
 F = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 
 
+def schema(**keywords):
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": keywords}}}
+
+
 def content(server, **body):
     body = dict(messages=MESSAGES, max_tokens=100, seed=1) | body
     return server.post("/v1/chat/completions", **body)["choices"][0]
@@ -70,8 +74,28 @@ def test_a_grammar_that_breaks_ends_the_answer_before_a_token_that_it_does_not_a
         (dict(response_format={"type": "xml"}), "response_format"),
         (dict(response_format={"type": "text", "schema": {}}), "'schema' is no field of type 'text'"),
         (dict(response_format=FORMAT, structured_outputs={"choice": ["a"]}), "exclude each other"),
-        (dict(response_format=REFUSED), "response_format: Unimplemented keys"),
-        (dict(structured_outputs={"regexp": "x"}), "did you mean 'regex'"),
+        (dict(response_format=REFUSED), "response_format: the keyword 'uniqueItems' is not supported; leave it out"),
+        (schema(type="strin"), "response_format: there is no type 'strin'; use string, number"),
+        (schema(type="string", format="foo"), "response_format: the format 'foo' is not known; leave it out"),
+        (
+            schema(**{"not": {}, "if": {}}),
+            "format: the keywords 'if', 'not' are not supported; leave them out",
+        ),
+        (
+            schema(type="string", minLength=2, maxLength=1),
+            "format: no value matches the schema: minLength (2) is",
+        ),
+        (schema(**{"$ref": "#/x"}), "response_format: $ref: the schema has no '/x'"),
+        (schema(**{"$ref": "http://x/y"}), "response_format: $ref: 'http://x/y' is not read"),
+        (schema(type="number", multipleOf=0), "response_format: multipleOf: must be above 0"),
+        (
+            dict(structured_outputs={"regexp": "x"}),
+            "outputs: there is no field 'regexp'; did you mean 'regex'",
+        ),
+        (
+            dict(structured_outputs={"regex": "x", "whitespace_pattern": " "}),
+            "outputs: whitespace_pattern=' ': JSON",
+        ),
         (dict(structured_outputs={"json": {"type": "integer", "multipleOf": 9999991}}), "more than 2 seconds"),
         (dict(structured_outputs={"choice": ["a"]}, ignore_eos=True), "ignore_eos"),
         (dict(structured_outputs={"choice": ["a"]}, tools=[F], tool_choice="required"), "exclude each other"),

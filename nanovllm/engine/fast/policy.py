@@ -14,6 +14,7 @@ from nanovllm.engine.token_masks import MakeGate
 from nanovllm.hardware.stream_gate import stream_gate
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.ops.checks import values_checked
+from nanovllm.wording import brief
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class FastPolicy:
         """
         policy = cls() if config.fast_policy is None else config.fast_policy
         if not isinstance(policy, cls):
-            raise TypeError(f"fast_policy={policy!r:.80}: must be a nanovllm.engine.fast.policy.FastPolicy, or None")
+            raise TypeError(f"fast_policy={brief(policy)}: must be a nanovllm.engine.fast.policy.FastPolicy, or None")
         if config.enforce_eager:
             policy = replace(policy, cuda_graphs=False)
         if config.capture_prefill is not None:

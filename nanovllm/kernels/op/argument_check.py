@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from nanovllm.wording import brief
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -46,7 +48,7 @@ class ArgumentCheck:
             if value is None and name not in self._required:
                 continue
             if not isinstance(value, torch.Tensor):
-                raise ValueError(f"{self._op}: {name}: expected a tensor {self.patterns[name]}, not {value!r:.80}")
+                raise ValueError(f"{self._op}: {name}: expected a tensor {self.patterns[name]}, not {brief(value)}")
             first = first or (name, value)
             if value.device != first[1].device:
                 wanted = f"a tensor on {first[1].device}, where {first[0]} is"
@@ -87,7 +89,7 @@ class ArgumentCheck:
 
 
 def _describe(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r:.80}"
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{brief(value)}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -25,6 +25,7 @@ import torch
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op.provider import imported
+from nanovllm.wording import brief
 
 if TYPE_CHECKING:
     from nanovllm.kernels.op.tunable import Key, Tunable
@@ -147,20 +148,22 @@ def read_document(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: not a file of kernel configurations: {e}") from e
     try:
         if not isinstance(data, dict):
-            raise ValueError(f"expected an object, not {data!r:.60}")
+            raise ValueError(f"expected an object, not {brief(data, 60)}")
         for name, kind in {"schema": int, "gpu": str, "entries": list}.items():
             if type(data.get(name)) is not kind:
-                raise ValueError(f"{name}: expected {kind_name(kind)}, not {data.get(name)!r:.60}")
+                raise ValueError(f"{name}: expected {kind_name(kind)}, not {brief(data.get(name), 60)}")
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema: expected {SCHEMA}, not {data['schema']}")
         if data["gpu"] != path.stem:
             raise ValueError(f"gpu: expected {path.stem!r}, which the file is named after, not {data['gpu']!r}")
         for i, entry in enumerate(data["entries"]):
             if not isinstance(entry, dict):
-                raise ValueError(f"entries[{i}]: expected an object, not {entry!r:.60}")
+                raise ValueError(f"entries[{i}]: expected an object, not {brief(entry, 60)}")
             for name, kind in ENTRY_FIELDS.items():
                 if type(entry.get(name)) is not kind:
-                    raise ValueError(f"entries[{i}].{name}: expected {kind_name(kind)}, not {entry.get(name)!r:.60}")
+                    raise ValueError(
+                        f"entries[{i}].{name}: expected {kind_name(kind)}, not {brief(entry.get(name), 60)}"
+                    )
     except ValueError as e:
         raise ValueError(f"{path}: {e}; write it anew with `nanovllm tune`") from None
     return data

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from nanovllm.wording import brief
+
 logger = logging.getLogger(__name__)
 
 NATIVE = "native"
@@ -118,8 +120,8 @@ class Provider:
         for parameter, takes in (("support", "the device"), ("accepts", "the arguments of a call")):
             if (given := getattr(self, parameter)) is not None and not callable(given):
                 raise ValueError(
-                    f"provider {name!r}: {parameter}={given!r:.80}: expected a function of {takes} that returns None or"
-                    " the reason why not"
+                    f"provider {name!r}: {parameter}={brief(given)}: expected a function of {takes} that returns None"
+                    " or the reason why not"
                 )
         if not isinstance(self.architectures, str) or not re.fullmatch(known, self.architectures):
             raise ValueError(
@@ -192,7 +194,8 @@ def checked_reason(given: Any) -> str | None:
     if given is None or isinstance(given, str):
         return given
     raise TypeError(
-        f"it returned {given!r:.40}; it must return None where the provider can run, else a string that says why not"
+        f"it returned {brief(given, 40)}; it must return None where the provider can run, else a string that says why"
+        " not"
     )
 
 
@@ -208,4 +211,4 @@ def _describe(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return f"{type(value).__name__}({describe_call((), fields)})"
-    return f"{value!r:.40}"
+    return f"{brief(value, 40)}"

@@ -17,6 +17,7 @@ import torch
 from nanovllm.kernels.op import config_files
 from nanovllm.kernels.op.provider import imported
 from nanovllm.kernels.op.source_hash import source_hash
+from nanovllm.wording import brief
 
 Key = tuple[Any, ...]
 
@@ -133,7 +134,7 @@ class Tunable:
             ValueError: a field is missing, unknown or out of range, or the kernel refuses the plan. It names the field.
         """
         if not isinstance(data, dict):
-            raise ValueError(f"config: expected an object, not {data!r:.60}")
+            raise ValueError(f"config: expected an object, not {brief(data, 60)}")
         (name, *others) = self.classes
         if others:
             name = data.get("plan", "")
@@ -190,7 +191,7 @@ def _out_of_range(name: str, kind: str, value: Any) -> str | None:
 
 def _check_names(data: Any, where: str, names: Sequence[str] | Mapping[str, Any]) -> None:
     if not isinstance(data, dict):
-        raise ValueError(f"{where}: expected an object, not {data!r:.60}")
+        raise ValueError(f"{where}: expected an object, not {brief(data, 60)}")
     for name in names:
         if name not in data:
             raise ValueError(f"{where}.{name}: missing")

@@ -19,6 +19,7 @@ from nanovllm.kernels.ops.linear_gguf import linear_gguf
 from nanovllm.kernels.ops.linear_gguf import make_inputs as gguf_inputs
 from nanovllm.kernels.ops.linear_int4 import affine_inputs, linear_int4, linear_int8
 from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs
+from nanovllm.wording import brief
 
 PRODUCTS = ("linear_fp8", "linear_gguf", "linear_int4", "linear_int8")
 _SCALED = ("fp8", "int4", "int8")
@@ -30,7 +31,7 @@ def check_storage(storage: str, scale: torch.Tensor | None) -> None:
     """Raise ValueError unless `storage` is known, and there is a scale where it has one."""
     if storage not in _SCALED and storage.removesuffix(PLANES) not in GGUF_TYPES:
         raise ValueError(
-            f"storage: expected {', '.join(map(repr, _SCALED))} or a kind of linear_gguf, not {storage!r:.40}"
+            f"storage: expected {', '.join(map(repr, _SCALED))} or a kind of linear_gguf, not {brief(storage, 40)}"
         )
     if (scale is not None) != (storage in _SCALED):
         needs = "a tensor" if scale is None else "None, since GGUF's blocks have their scales"

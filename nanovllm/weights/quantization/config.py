@@ -11,6 +11,7 @@ from nanovllm.weights.quantization import compressed_tensors
 from nanovllm.weights.quantization.fp8 import Fp8Storage
 from nanovllm.weights.quantization.integers import AwqStorage, GptqStorage
 from nanovllm.weights.quantization.rules import EVERY, REMEDY, Quantization, Rule, Section
+from nanovllm.wording import brief
 
 _OWN_FILES = ("quantize_config.json", "quant_config.json")
 """Where older versions of AutoGPTQ and AutoAWQ say what others say in config.json."""
@@ -52,7 +53,7 @@ def parse(section: Section) -> Quantization:
     parser = _PARSERS.get(method) if isinstance(method, str) else None
     if parser is None:
         raise ValueError(
-            f"{section.where}: quant_method={method!r:.60} is not supported; supported are"
+            f"{section.where}: quant_method={brief(method, 60)} is not supported; supported are"
             f" {', '.join(sorted(_PARSERS))}; {REMEDY}"
         )
     return parser(section)

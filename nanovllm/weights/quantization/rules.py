@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nanovllm.weights.quantization.storage import Storage
+from nanovllm.wording import brief
 
 REMEDY = (
     "take the model in bfloat16, FP8, AWQ, GPTQ or compressed-tensors, or as a GGUF file; a bfloat16 model can be"
@@ -62,11 +63,11 @@ class Section:
     def __init__(self, entries: Any, where: str) -> None:
         self.where = where
         if not isinstance(entries, Mapping):
-            raise ValueError(f"{where} is {entries!r:.60}; expected an object")
+            raise ValueError(f"{where} is {brief(entries, 60)}; expected an object")
         self.entries = entries
 
     def fail(self, name: str, value: Any, expected: str, remedy: str = REMEDY) -> NoReturn:
-        raise ValueError(f"{self.where}: {name}={value!r:.80} is not supported; expected {expected}; {remedy}")
+        raise ValueError(f"{self.where}: {name}={brief(value)} is not supported; expected {expected}; {remedy}")
 
     def get(self, name: str, default: Any = None) -> Any:
         """The entry; null is the default."""
