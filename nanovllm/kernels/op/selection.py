@@ -143,16 +143,13 @@ def resolve_kernels(
 
     Args:
         use_custom_kernels: False picks `native` everywhere.
-        priority: providers to use for an op, best first; the first that is available is taken. "*" stands for every
-            op that has a provider of that name.
-        plugins: files or modules to load (`plugins.py`); what they register is preferred to what comes with the
-            package.
+        priority: providers of an op, best first; the first available one is taken. "*": every op that has it.
+        plugins: files or modules to load (`plugins.py`); what they register comes before what the package has.
         who: what the user calls `priority`, for error messages.
         prepacks: the caller prepacks weights. If not, a provider that needs prepacked weights must be named.
 
     Raises:
-        ValueError: an unknown op or provider is named, or none of those named for an op is available; an argument of
-            another type.
+        ValueError: an op or provider is unknown, none of those named for an op can run, or an argument has another type.
     """
     if not isinstance(use_custom_kernels, bool):
         raise ValueError(f"use_custom_kernels={use_custom_kernels!r}: must be True or False")
