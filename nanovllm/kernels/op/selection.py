@@ -149,7 +149,7 @@ def resolve_kernels(
         prepacks: the caller prepacks weights. If not, a provider that needs prepacked weights must be named.
 
     Raises:
-        ValueError: an op or provider is unknown, none of those named for an op can run, or an argument has another type.
+        ValueError: an op or provider is unknown; none of those named for an op can run, or an argument is wrong.
     """
     if not isinstance(use_custom_kernels, bool):
         raise ValueError(f"use_custom_kernels={use_custom_kernels!r}: must be True or False")
