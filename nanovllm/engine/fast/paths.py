@@ -72,7 +72,8 @@ class FastPaths:
     def start(self, paged: PagedModel, sampler: Sampler, limits: StepLimits, timer: StartTimer) -> None:
         """Make the buffers, compile kernels and capture graphs."""
         enabled, policy = self.enabled, self.policy
-        sampler.masks.make_gate = policy.mask_gate
+        if policy.mask_gate is not None:
+            sampler.masks.make_gate = policy.mask_gate
         self.buckets = DecodeBuckets(
             paged.max_num_seqs,
             paged.max_model_len,

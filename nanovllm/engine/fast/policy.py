@@ -11,7 +11,6 @@ import torch
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.token_masks import MakeGate
-from nanovllm.hardware.stream_gate import stream_gate
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.wording import brief
@@ -96,8 +95,8 @@ class FastPolicy:
     capture_sampling: bool | None = None
     """Decode graphs sample as well. None: where sampling is one kernel; the reference is thousands of launches."""
     piggyback: PiggybackSizes = field(default_factory=PiggybackSizes)
-    mask_gate: MakeGate = stream_gate
-    """What captured steps wait at for their masks. Tests pass a stand-in."""
+    mask_gate: MakeGate | None = None
+    """What captured steps wait at for their masks. None: `stream_gate`. Tests pass a stand-in."""
     graph_backend: Callable[[Any], Any] | None = None
     """(device) -> `GraphBackend`, what captures steps. None: CUDA graphs. Tests pass one that calls functions again."""
 
