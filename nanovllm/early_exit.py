@@ -9,7 +9,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
@@ -59,13 +59,14 @@ def _import_handler() -> "_Leave | _RaiseLater | None":
     if hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules:
         return _RaiseLater()
     frame = sys._getframe()
-    while frame.f_back and frame.f_globals.get("__name__") in (__name__, "nanovllm", "contextlib", _IMPORTS):
+    while frame.f_back and frame.f_globals.get("__name__") in (__name__, "nanovllm", "contextlib", *_IMPORTS):
         frame = frame.f_back
     name, file = (frame.f_globals.get(key) for key in ("__name__", "__file__"))
     return _Leave(os.path.basename(file)) if name == "__main__" and file else None
 
 
-_IMPORTS = "importlib._bootstrap"
+_IMPORTS = ("importlib._bootstrap", "_frozen_importlib")
+"""The module of Python's import functions; by the second name until a program imports `importlib`."""
 
 
 class QuickExit:
@@ -154,7 +155,9 @@ class _Leave:
     def __call__(self, *_: Any) -> NoReturn:
         if self._torch_alone and not _torch_is_importing():
             raise KeyboardInterrupt
-        # Not sys.exit: a SystemExit runs into the same C++ code. Nothing is to be cleaned up yet.
+        # Not sys.exit: a SystemExit runs into the same C++ code.
+        with suppress(Exception):  # closed, or interrupted in the middle of a write
+            sys.stdout.flush()  # what a script has printed into a pipe or a file before it imports the engine
         os.write(2, f"\n{self._name}: interrupted\n".encode())
         os._exit(INTERRUPTED)
 

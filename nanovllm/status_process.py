@@ -31,6 +31,7 @@ class CountingProcess:
             return
         try:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a handler of the program is the parent's
             os.close(self._alive)
             begun, wait = time.monotonic(), 3.0
             while not select.select([parent_has_ended], [], [], wait)[0]:

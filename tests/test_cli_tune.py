@@ -160,7 +160,7 @@ def test_tuning_writes_prints_and_says_how_to_use_it(tmp_path, capsys):
     document = json.loads(tune(capsys, out, (64, 1024), json_file="-")[1])
     assert document["directory"] == str(out) and document["entries"][0]["us"] == 2.25
     code, text, _ = tune(capsys, out, (64, 1024), (1, 1024), resume=True)
-    assert "1 of 2 jobs were measured before" in text and "rows=64" not in text and "wrote 1 configurations" in text
+    assert "1 of 2 jobs were measured before" in text and "rows=64" not in text and "wrote 1 configuration" in text
     code, text, errors = tune(capsys, out, (64, 1024), resume=True, seconds=1)
     assert code == 0 and "1 of 1 jobs were measured before" in text
     assert "--limit 1: 1.0 s for each of 1 jobs, of which one takes some 3 s" in errors
@@ -175,7 +175,7 @@ def test_ctrl_c_prints_what_there_is(tmp_path, capsys):
                 raise KeyboardInterrupt
 
     code, text, errors = tune(capsys, tmp_path, (1, 1024), (64, 1024), timer=Interrupted)
-    assert code == 130 and "wrote 1 configurations" in text and "interrupted after 1 of 2 jobs" in errors
+    assert code == 130 and "wrote 1 configuration" in text and "interrupted after 1 of 2 jobs" in errors
     assert not list(tmp_path.glob("*.under-way"))
 
 

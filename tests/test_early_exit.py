@@ -60,6 +60,7 @@ CLEANS_UP = "signal.signal(signal.SIGINT, lambda *_: exit('the script cleans up'
     ([], "", 130, "run.py: interrupted"),
     ([], CLEANS_UP, 1, "the script cleans up"),
     ([], "import framework", None, "KeyboardInterrupt"),
+    (["-S"], "", 130, "run.py: interrupted"),  # nothing has imported importlib
 ])  # fmt: skip
 def test_a_users_script_that_is_interrupted_while_it_imports(options, before, code, said, tmp_path):
     (tmp_path / "torch.py").write_text(SLOW.replace("a KeyboardInterrupt reached the module", "it reached the module"))

@@ -64,11 +64,10 @@ def shown_on_a_terminal(arguments, folder):
                                env=environment, cwd=folder)  # fmt: skip
     os.close(end)
     shown = b""
-    with suppress(OSError):  # the end of a terminal without a writer
-        while select.select([terminal], [], [], 60)[0] and (piece := os.read(terminal, 4096)):
+    with suppress(OSError):  # on Linux, the end of a terminal without a writer; elsewhere nothing is read
+        while piece := os.read(terminal, 4096) if select.select([terminal], [], [], 60)[0] else None:
             shown += piece
-        else:
-            raise AssertionError("a process has not ended")
+        assert piece is not None, "a process has not ended"
     os.close(terminal)
     process.wait(60)
     return shown

@@ -96,8 +96,16 @@ def _warn_of_tools(tokenizer: Any) -> None:
     logger.warning(
         "the chat template of %s does not show tools, so the model does not know them; describe them in a system"
         " message, or take a model whose template shows tools",
-        Path(tokenizer.name_or_path or "this model").name,
+        _name_of(tokenizer),
     )  # fmt: skip
+
+
+def _name_of(tokenizer: Any) -> str:
+    """The hub's name of a model, or that of its directory or file."""
+    path = Path(tokenizer.name_or_path or "this model")
+    if path.parent.name == "snapshots":  # in the hub's cache, as models--OWNER--NAME/snapshots/COMMIT
+        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return path.name
 
 
 def _with_plain_content(name: str, message: Message) -> Message:
@@ -111,7 +119,7 @@ def _with_plain_content(name: str, message: Message) -> Message:
         if isinstance(part, Mapping):
             text, kind = part.get("text"), part.get("type", "text")
         if kind not in _TEXT_PARTS:
-            raise ValueError(f"{name}: a part of type {kind!r} is not supported; the engine reads text alone")
+            raise ValueError(f"{name}: a part of type {brief(kind)} is not supported; the engine reads text alone")
         if not isinstance(text, str):
             raise TypeError(
                 f'{name}: content[{i}]={brief(part)}: a part is {{"type": "text", "text": ...}} or a string'

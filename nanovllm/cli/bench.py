@@ -116,6 +116,7 @@ def serve(
             with _bar(load.name, load.total, shown=json_file != STDOUT) as advance:
                 found.append(measure(target, load, goal, advance))
             if not any(m.num_good for m in found):  # a wrong name or key: the other loads would fail too
+                write_json(json_file, [m.as_dict() for m in found])
                 raise ValueError(_nothing_succeeded(target, found[-1]))
     except KeyboardInterrupt:
         interrupted = True

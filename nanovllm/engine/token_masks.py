@@ -4,17 +4,17 @@ A mask depends on the sequence's last token, which is still being sampled when t
 the masks, and the device's stream waits for them at a gate (`hardware/stream_gate.py`). The order of a decode step:
 
 1. The main thread launches the model, and gives the thread a job (`MaskBuilder.begin`).
-2. It launches what needs the masks, without waiting: a wait at the gate, the copy of the masks (`StartedMasks.finish`),
-   masking, sampling.
-3. The thread waits for the tokens of the step before, and moves the grammars on. The main thread waits for that
-   (`StartedMasks.wait_begun`), then reads the step before and launches the next one.
-4. Meanwhile the thread fills the masks, without the interpreter, applies other bans, and opens the gate.
+2. The thread waits for the tokens of the step before, and moves the grammars on. The main thread waits for that.
+3. The thread fills the masks, without the interpreter, applies other bans, and opens the gate.
+4. Meanwhile the main thread launches what needs the masks: a wait at the gate, the copy of the masks
+   (`StartedMasks.finish`), masking, sampling. Then it reads the step before and launches the next one.
 
-So nothing is launched between the tokens of a step and those of the next: the host only fills masks.
+So the host's work from the tokens of a step to those of the next one is filling masks, and no launch.
 
 Each wait at the gate ends, or the GPU would hang: a wait is launched after its job was given to the thread, and the
 thread opens the gate whatever the job raises. A job that the thread never began is ended by `settle`, which opens the
-gate too. A failure is raised when the tokens are asked for (`StepResult`): they are not used.
+gate too. A failure is raised when the tokens are asked for (`StepResult`): they are not used. While a wait is on the
+stream, the thread makes no call of CUDA: a launch of the main thread that loads a kernel could hold it up.
 
 Without a gate `finish` waits until the masks are there: on a CPU, and where steps are not captured. The launches of
 such steps could fill the device's queue. Then a launch waits for the device, maybe with the interpreter, which the
@@ -94,27 +94,25 @@ class StartedMasks:
     def finish(self, wait: bool = False) -> TokenMasks:
         """The masks on the device, for what is launched next; valid until the next ones are finished.
 
-        wait: the caller waits for them, even if the device could.
+        It returns when the grammars have moved on: from then on the thread does not read the sequences.
+
+        wait: the caller waits for the masks, even if the device could.
 
         Raises:
-            Whatever filling them raised, if the caller waits.
+            Whatever reading the tokens of the step before raised; or filling the masks, if the caller waits.
         """
         job = self._job
-        if self._at_gate and not wait and job.buffers.gate is not None:
-            job.buffers.gate.wait(job.value)
-        else:
-            with _added(job.times, "held"):
+        gate = job.buffers.gate if self._at_gate and not wait else None
+        with _added(job.times, "held"):
+            if gate is None:
                 self.filling.wait()
+            else:
+                self.filling.wait_begun()
+        if gate is not None:
+            # The thread makes no further call of CUDA. What is launched from now on may load a kernel, for which the
+            # driver waits until the gate opens, with a lock that all of its calls need.
+            gate.wait(job.value)
         return job.buffers.send(job.buffer, len(job.constraints))
-
-    def wait_begun(self) -> None:
-        """Return when the grammars have moved on: from now on the thread does not read the sequences.
-
-        Raises:
-            Whatever reading the tokens of the step before raised.
-        """
-        with _added(self._job.times, "held"):
-            self.filling.wait_begun()
 
 
 class _added:
@@ -164,14 +162,15 @@ class _Buffers:
         size = max_rows * (2 + num_words)
         # The gate's word is in the memory that is copied: PyTorch gives no such memory to others while a stream that
         # has copied it has work left, and the waits at the gate are on that stream.
-        host = torch.zeros(2 * size + 2, dtype=torch.int32, pin_memory=on_gpu)
+        each = size + size % 2  # row numbers are pairs of words: those of the second buffer begin at a whole pair
+        host = torch.zeros(2 * each + 2, dtype=torch.int32, pin_memory=on_gpu)
         self._host: list[_Buffer] = []
         for i in range(2):
-            words = host[i * size : (i + 1) * size]
+            words = host[i * each : i * each + size]
             self._host.append(_Buffer(words, *self._split(words), on_gpu))
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._device.copy_(self._host[0].words, non_blocking=True)
-        self.gate = make_gate(host[2 * size : 2 * size + 1], device)
+        self.gate = make_gate(host[2 * each : 2 * each + 1], device)
         self._value = 0
         self._views: dict[int, TokenMasks] = {}
         self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -308,7 +307,7 @@ class MaskBuilder:
     def begin(self, rows: Sequence[ConstrainedRow], in_thread: bool = False, at_gate: bool = False) -> StartedMasks:
         """Begin with the masks of some rows.
 
-        in_thread: a thread does all of it; the caller calls `StartedMasks.finish` and `wait_begun`. Else they are
+        in_thread: a thread does all of it; the caller calls `StartedMasks.finish`. Else they are
             filled here: it waits for the tokens of the step before, if the host lacks them.
         at_gate: the device waits for what the thread does, if it can. Few launches may follow until `settle`.
         """

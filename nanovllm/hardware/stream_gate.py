@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import platform
 from typing import Protocol
 
@@ -80,6 +81,9 @@ def stream_gate(word: torch.Tensor, device: torch.device) -> Gate | None:
         return None
     if platform.machine() not in ("x86_64", "AMD64"):
         logger.info("the host waits for masks: a store may overtake another one on %s", platform.machine())
+        return None
+    if os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        logger.info("the host waits for masks, since CUDA_LAUNCH_BLOCKING=1 makes each launch wait for the device")
         return None
     try:
         return StreamGate(word, device)

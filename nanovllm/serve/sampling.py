@@ -52,12 +52,20 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(name): bias for name, bias in given.items()}
 
 
+_MOST_SAID = 4000
+"""Characters of a message, which may quote a request."""
+
+
 def bad_request(error: Exception) -> ApiError:
     """A 400 of what the engine says of a request; the message begins with the name of what is wrong.
 
     It speaks to Python. Here an argument of `LLM` is an option of the server, and None is JSON's null.
     """
-    message = re.sub(r"(?:pass )?\b(\w+)=(\S*) to LLM\b", _as_option, str(error))
+    message = str(error)
+    if len(message) > _MOST_SAID:
+        message = message[:_MOST_SAID] + "..."
+    # Without bounds the search takes time in the square of the message's length.
+    message = re.sub(r"(?:pass )?\b(\w{1,40})=(\S{0,40}) to LLM\b", _as_option, message)
     message = message.replace("raise max_model_len", "start the server with a larger --max-model-len")
     message = re.sub(r"(?<![\w'\"])None(?![\w'\"])", "null", message)
     name = re.match(r"([a-z_]\w*)(\[\d+\])?[=:]", message)

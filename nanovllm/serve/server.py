@@ -170,7 +170,8 @@ class Server(uvicorn.Server):
 
     async def _tell(self) -> None:
         """Log what the end waits for, in one line for all API processes."""
-        if self._impatient or (self._siblings is not None and not self._siblings.leads):
+        leads = self._siblings is None or self._siblings.leads
+        if self._impatient or not self.service.options.drain or not leads:
             return
         count = (await self.service.counts()).requests_open
         if count:

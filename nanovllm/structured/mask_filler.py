@@ -71,6 +71,8 @@ class Filling:
         finally:
             try:
                 self._call_end()
+            except BaseException as failure:
+                self._failure = self._failure or failure
             finally:
                 self._has_ended = True
                 self._ended.release()
@@ -186,11 +188,14 @@ class MaskFiller:
             self._beside = ThreadPoolExecutor(1, "masks")
         try:
             self._beside.submit(filling.run)
-        except RuntimeError:
-            # The interpreter ends, or no thread can be started. The executor then has queued the work all the same.
+        except BaseException as error:
+            # The interpreter ends, or no thread can be started: the executor then has queued the work all the same. Or
+            # an interrupt came, and the executor may not know the thread that it has started.
             self._beside.shutdown(wait=False, cancel_futures=True)
             self._beside = None
-            return False
+            if isinstance(error, RuntimeError):
+                return False
+            raise
         return True
 
     def fill(self, constraints: Sequence[TokenConstraint], masks: np.ndarray) -> None:

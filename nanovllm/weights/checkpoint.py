@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,7 +49,7 @@ def locate(config: EngineConfig) -> Checkpoint:
     Raises:
         ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
     """
-    path = Path(config.model).expanduser()
+    path = _path(config.model)
     dummy = config.load_format == "dummy"
     checkpoint = partial(
         Checkpoint, online_head=config.lm_head_quantization, activation_quantization=config.activation_quantization
@@ -159,9 +161,16 @@ def _no_shape(name: str) -> str:
     return f"model={name!r} is no local directory, and no preset (the shape of a published model); {remedy}"
 
 
+def _path(name: str) -> Path:
+    """Where a name is on the disk. "~user" of a user that is not there stays as it is."""
+    with suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
 def _nearest(name: str, presets: Collection[str]) -> str | None:
     """What a mistyped name was meant to be: a directory with a config.json beside it, or a preset."""
-    path = Path(name).expanduser()
+    path = _path(name)
     try:
         siblings = [p for p in path.parent.iterdir() if (p / "config.json").is_file()]
     except OSError:
@@ -187,4 +196,9 @@ def _why_not(error: Exception) -> str:
     while cause.__cause__ is not None:  # the hub's own words for a network that fails do not say how
         cause = cause.__cause__
     said = (str(cause).splitlines() or [""])[0]
+    if isinstance(cause, OSError) and cause.errno in _NOT_WRITTEN:
+        return f"the files cannot be kept ({type(cause).__name__}: {said}); free space, or set HF_HOME elsewhere"
     return f"the hub did not answer as expected ({type(cause).__name__}: {said}); check the connection"
+
+
+_NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)

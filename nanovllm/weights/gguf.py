@@ -19,7 +19,7 @@ from nanovllm.layers.linear import Part
 from nanovllm.weights.gguf_families import FAMILIES
 from nanovllm.weights.gguf_file import TENSOR_TYPES, GGUFError, GGUFFile, TensorInfo, open_gguf
 from nanovllm.weights.safetensors_files import NO_PARTS, TensorHeader
-from nanovllm.wording import brief, counted
+from nanovllm.wording import brief
 
 __all__ = ["GGUFError", "iter_tensors", "read_config", "read_headers"]
 
@@ -288,8 +288,7 @@ def _hf_name(file: GGUFFile, arch: str, num_layers: int, name: str) -> str:
     if module is None or not (kind == "weight" or (kind == "bias" and may_have_bias)):
         info = file.tensors[name]
         raise file.error(
-            f"tensor {name!r} ({info.type}, {list(info.shape)}) has no place in a {arch} model of"
-            f" {counted(num_layers, 'layer')}",
+            f"tensor {name!r} ({info.type}, {list(info.shape)}) has no place in a {arch} model with {num_layers=}",
             "such a variant of the architecture is not supported",
         )
     return f"{prefix}{module}.{kind}"
@@ -337,9 +336,7 @@ def _undo_permutation(file: GGUFFile, info: TensorInfo, tensor: torch.Tensor, nu
     convert_hf_to_gguf.py. Rotary pairs are (2i, 2i + 1) there and (i, i + head_dim / 2) here."""
     rows = tensor.shape[0]
     if num_heads <= 0 or rows % (2 * num_heads):
-        raise file.error(
-            f"tensor {info.name!r} has {counted(rows, 'row')}, which {num_heads} heads of even size cannot share"
-        )
+        raise file.error(f"tensor {info.name!r} has {rows} rows, which {num_heads} heads of even size cannot share")
     pairs = tensor.reshape(num_heads, rows // num_heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape)
 

@@ -45,6 +45,16 @@ def test_masks_wait_in_buffers_of_their_own(in_thread):
     assert again.bitmask.data_ptr() == there.bitmask.data_ptr()
 
 
+def test_an_odd_number_of_words():
+    """An odd number of rows, whose masks are of an odd number of words."""
+    params = SamplingParams(allowed_token_ids=[3, 40])
+    seq = Sequence(0, [5, 6, 7], params, seed=0)
+    (seq.constraint,) = ConstraintMaker(None, 65, [64]).make(params)
+    builder = MaskBuilder(DEVICE, 3)
+    for number in (2, 0, 1):  # each buffer, and one of them again
+        assert allowed(builder.begin([ConstrainedRow(number, seq, 3)]).finish()) == {number: {3, 40}}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_masks_on_their_way_are_not_overwritten(in_thread):
@@ -93,9 +103,8 @@ def test_tokens_that_cannot_be_read_fail_the_step_that_needs_them():
     number, seq, position = row(0, [1, 2])
     builder.step_launched(NoTokens(seq))
     started = builder.begin([ConstrainedRow(number, seq, position + 1)], in_thread=True)
-    for wait in (started.wait_begun, started.finish):
-        with pytest.raises(RuntimeError, match="no more fish"):
-            wait()
+    with pytest.raises(RuntimeError, match="no more fish"):
+        started.finish()
     assert allowed(builder.begin([row(1, [3])], in_thread=True).finish()) == {1: {3}}
 
 

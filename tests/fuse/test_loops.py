@@ -343,5 +343,5 @@ def test_bad_arguments():
         run(one_by_one([nest]), {"A": np.zeros((5, 5))})
     with pytest.raises(ValueError, match="depth: expected 0 to 1"):
         LoopFusionAnalyzer(nest, nest).schedule(2)
-    with pytest.raises(ValueError, match="tile: expected 1 sizes"):
+    with pytest.raises(ValueError, match="tile: expected 1 size of"):
         TileFusion(nest).cost((0,))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.chat.template import chat_text
 from nanovllm.config import Config, EngineConfig
 from nanovllm.foreign_arguments import (
     CALL_ARGUMENTS,
@@ -125,6 +126,18 @@ def test_tools_reach_the_template(llm, caplog):
     assert re.match(r"the chat template of llama\d+ ", record.message), "the directory's name"
     with pytest.raises(ValueError, match="tools=5: must be a list of descriptions"):
         llm.chat(MESSAGES, tools=5)
+
+
+def test_a_model_of_the_hub_is_called_by_its_name(caplog):
+    class Tokenizer:
+        name_or_path = "/cache/hub/models--someone--small-model/snapshots/0123456789abcdef"
+        chat_template = "{{ messages[0]['content'] }}"
+
+        def apply_chat_template(self, messages, **_):
+            return messages[0]["content"]
+
+    assert chat_text(Tokenizer(), "messages", MESSAGES, {"tools": []}) == MESSAGES[0]["content"]
+    assert caplog.records[-1].message.startswith("the chat template of someone/small-model does not show tools")
 
 
 def test_what_a_template_says_of_a_conversation_is_told(llm):

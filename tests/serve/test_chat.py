@@ -3,6 +3,7 @@
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.serve.sampling import bad_request
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 
@@ -94,3 +95,14 @@ def test_the_last_message_goes_on(server, llm):
     for path in ("/tokenize", "/v1/chat/completions"):
         status, error = server.refused(path, **body)
         assert status == 400 and "add_generation_prompt=False" in error["message"]
+
+
+def test_a_message_that_quotes_much_of_a_request_takes_no_time():
+    said = bad_request(ValueError("a=" * 1_000_000)).message  # in the square of its length it would take hours
+    assert said.startswith("a=a=") and said.endswith("...") and len(said) < 5000
+
+
+def test_a_part_of_an_unknown_type_is_quoted_in_brief(server):
+    parts = [{"type": "a=" * 1000, "text": "x"}]
+    status, error = server.refused("/v1/chat/completions", messages=[{"role": "user", "content": parts}])
+    assert status == 400 and "is not supported" in error["message"] and len(error["message"]) < 200

@@ -1,5 +1,6 @@
 """Where a model is, and its configuration: found, or an error that names what is missing."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -152,6 +153,17 @@ def test_a_network_that_fails_is_not_a_traceback(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     not_found(FileNotFoundError, "someone/model", "'someone/model'", "not be downloaded", "ConnectionError: no route")
+
+
+def test_a_full_disk_is_no_matter_of_the_connection(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def snapshot_download(model_id, local_files_only=False, **_):
+        raise LocalEntryNotFoundError("nothing cached") if local_files_only else OSError(errno.ENOSPC, "No space left")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    not_found(FileNotFoundError, "someone/model", "No space left); free space, or set HF_HOME elsewhere")
 
 
 def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatch, checkpoint):

@@ -175,8 +175,6 @@ class DecodeRunner:
         )  # fmt: skip
         if state.ring is not None:
             state.ring.hold(result)
-        if masks is not None:
-            masks.wait_begun()  # when all is launched: it waits for the step before
         return result
 
     def _constrain(self, logits: torch.Tensor, masks: StartedMasks) -> None:

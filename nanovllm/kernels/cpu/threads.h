@@ -154,6 +154,7 @@ class Threads {
     void work(int thread) {
         crowding_.enter(thread);
         int tries = 0;
+        bool rests = false;
         while (!stop_.load()) {
             bool any = false;
             for (int i = 0; i < SPINS && !any && crowding_.works(thread); i++) {
@@ -163,11 +164,13 @@ class Threads {
             if (any) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             if (!crowding_.works(thread)) {
+                if (!rests) tries = crowding_.tries();  // those of before are over
                 rest_.wait(lock, [&] { return stop_.load() || crowding_.works(thread) || crowding_.tries() != tries; });
                 lock.unlock();
                 const auto end = Crowding::Clock::now() + Crowding::WINDOW;
                 for (tries = crowding_.tries(); !stop_.load() && !crowding_.works(thread) && Crowding::Clock::now() < end;)
                     pause_briefly();
+                rests = !crowding_.works(thread);
                 continue;
             }
             asleep_.fetch_add(1);

@@ -89,7 +89,7 @@ class ArgumentCheck:
 
 
 def _describe(value: Any) -> str:
-    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{brief(value)}"
+    return f"a tensor {list(value.shape)}" if isinstance(value, torch.Tensor) else brief(value)
 
 
 def _name(dtype: torch.dtype) -> str:

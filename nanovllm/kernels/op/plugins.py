@@ -115,7 +115,9 @@ def _what_failed(name: str, error: BaseException) -> str:
 def _ops_like(key: tuple[object, ...]) -> str:
     """Names of ops that someone may have meant by a name that is none; empty: there are none."""
     name = str(key[0]) if key else ""
-    near = [op for op in all_ops() if name and name in op] or difflib.get_close_matches(name, all_ops(), n=1)
+    # The key may be that of any dict of the plugin: a short one is part of many names.
+    near = [op for op in all_ops() if len(name) > 4 and op.startswith(name)][:3]
+    near = near or difflib.get_close_matches(name, all_ops(), n=1)
     return "" if name in all_ops() else " or ".join(map(repr, near))
 
 

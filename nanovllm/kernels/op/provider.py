@@ -211,4 +211,4 @@ def _describe(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
         return f"{type(value).__name__}({describe_call((), fields)})"
-    return f"{brief(value, 40)}"
+    return brief(value, 40)

@@ -4,6 +4,7 @@ import gc
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -52,23 +53,37 @@ def builder_with(kind):
     return builder, made[0]
 
 
-def test_all_is_launched_before_the_tokens_are_there():
+def test_the_device_waits_for_masks_and_the_caller_for_the_tokens():
+    """What is launched behind the gate may hold up calls of CUDA, such as the thread's wait for the tokens."""
     builder, gate = builder_with(RecordingGate)
     rows = [pending(2, [1, 5])]
-    latest = Tokens(rows[0].seq)
+    latest, may_fill = Tokens(rows[0].seq), threading.Event()
+    fill = rows[0].seq.constraint.fill
+    rows[0].seq.constraint.fill = lambda mask: (may_fill.wait(SECONDS), fill(mask))
     builder.step_launched(latest)
     masks = builder.begin(rows, True, at_gate=True)
-    there = masks.finish()
+    with ThreadPoolExecutor(1) as caller:
+        there = caller.submit(masks.finish)
+        time.sleep(0.1)
+        assert not there.done() and gate.waited == []
+        latest.there.set()
+        there = there.result(SECONDS)
     assert gate.waited == [2] and not gate.is_open(2)
-    latest.there.set()
-    masks.wait_begun()
     assert rows[0].seq.constraint.num_taken == 1
+    may_fill.set()
     builder.settle()
     assert gate.is_open(2) and not gate.is_open(3)
     masks.filling.check()
     assert allowed(there) == {2: set(range(128))}  # what a device copies that does not wait
-    with pytest.raises(AssertionError):
-        gate.open(1)
+
+
+def test_a_gate_that_goes_back_is_a_failure():
+    builder, gate = builder_with(WaitingGate)
+    gate.word[0] = 9
+    masks = builder.begin([row(1, [4])], True, at_gate=True)
+    with pytest.raises(AssertionError, match="in order"):
+        builder.settle()
+        masks.filling.check()
 
 
 def test_the_device_waits_for_all_that_changes_the_masks():
@@ -80,7 +95,6 @@ def test_the_device_waits_for_all_that_changes_the_masks():
     for _ in range(3):
         masks = builder.begin([first, second], True, at_gate=True)
         assert allowed(masks.finish()) == {3: {1, 2}, 0: {98}}
-        masks.wait_begun()
     assert gate.waited == [2, 3, 4]
 
 
@@ -113,15 +127,15 @@ def test_the_gate_opens_after_a_failure(place):
         setattr(failing.seq.constraint, place, lambda *args: (args[-1].fill(0), 1 / 0))  # args[-1] is the mask
     builder.step_launched(latest)
     masks = builder.begin([failing, other], True, at_gate=True)
-    there = masks.finish()
-    assert set(allowed(there)) == {0, 1} and all(allowed(there).values()), "a row is left without a token"
-    with pytest.raises((RuntimeError, ZeroDivisionError)):
-        masks.filling.check()
     if place == "tokens":
         with pytest.raises(RuntimeError, match="no more fish"):
-            masks.wait_begun()
+            masks.finish()
+        assert gate.waited == [] and gate.is_open(2)
     else:
-        masks.wait_begun()
+        there = masks.finish()
+        assert set(allowed(there)) == {0, 1} and all(allowed(there).values()), "a row is left without a token"
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        masks.filling.check()
     assert allowed(builder.begin([row(1, [3])], True, at_gate=True).finish()) == {1: {3}}
 
 
@@ -141,7 +155,6 @@ def test_without_a_thread_the_caller_fills_them_before_the_device_waits(monkeypa
         masks = builder.begin([row(2, [40])], True, at_gate=True)
     assert gate.is_open(3) and gate.waited == [2]
     assert allowed(masks.finish()) == {2: {40}}
-    masks.wait_begun()
 
 
 def test_an_interrupt_at_any_line_leaves_no_wait_behind():
@@ -175,7 +188,6 @@ def test_an_interrupt_at_any_line_leaves_no_wait_behind():
             sys.settrace(interrupt_at(count))
             masks = builder.begin(rows, True, at_gate=True)
             masks.finish()
-            masks.wait_begun()
         except KeyboardInterrupt:
             interrupted += 1
         finally:
@@ -253,13 +265,16 @@ def test_interrupts_of_an_engine(directory, expected):
 
 
 def test_an_engine_that_is_dropped_in_a_step(directory):
-    policy, made = gated()
+    policy, made = gated(RecordingGate)
     llm = engine(directory, policy)
     llm.engine.add_request(PROMPTS[0], PARAMS[0])
     for _ in range(4):
         llm.engine.step()
     (gate,) = made
+    fill_slowly(llm, 0.5)
+    llm.engine.step()
     waited = gate.waited[-1]
+    assert not gate.is_open(waited)
     del llm
     gc.collect()
     end = time.monotonic() + SECONDS

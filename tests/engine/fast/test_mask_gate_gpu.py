@@ -97,6 +97,8 @@ def test_a_gpu_whose_masks_fail_or_are_interrupted(directory, on_gpu_expected):
     llm.engine.add_request(PROMPTS[0], PARAMS[0])
     for _ in range(4):
         llm.engine.step()
+    fill_slowly(llm, 0.3)
+    llm.engine.step()
     del llm
     gc.collect()
     torch.cuda.synchronize()

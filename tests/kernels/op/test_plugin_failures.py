@@ -67,6 +67,11 @@ def test_why_it_failed(plugin, text, reason):
     assert resolve_kernels(CPU).providers["softmax"] == "native"
 
 
+def test_a_key_of_a_dict_of_a_plugin_is_no_name_of_an_op(plugin):
+    with pytest.raises(ValueError, match="KeyError: 'rms'$"):
+        load_plugins([plugin("{}['rms']")])
+
+
 def failing(argument, value):
     """A plugin whose function of that name gives a value, or fails."""
     return PROVIDER.format(name="mine").replace('"mine")', f'"mine", {argument}=lambda *args, **kwargs: {value})', 1)
