@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SLOW = """
-import sys, time
-print("importing", flush=True)
+import os, sys, time
+os.write(1, b"importing\\n")  # past Python's buffer
 try:
     time.sleep(60)
 except KeyboardInterrupt:
@@ -21,7 +21,8 @@ except KeyboardInterrupt:
 
 
 def popen(arguments, path, **kwargs):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
+    paths = os.pathsep.join([str(path), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONUNBUFFERED": ""}
     return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=environment, **kwargs)  # fmt: skip
 
@@ -58,6 +59,7 @@ CLEANS_UP = "signal.signal(signal.SIGINT, lambda *_: exit('the script cleans up'
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
 @pytest.mark.parametrize("options, before, code, said", [
     ([], "", 130, "run.py: interrupted"),
+    ([], "print('before the import')", 130, "run.py: interrupted"),  # its output waits in Python's buffer
     ([], CLEANS_UP, 1, "the script cleans up"),
     ([], "import framework", None, "KeyboardInterrupt"),
     (["-S"], "", 130, "run.py: interrupted"),  # nothing has imported importlib
@@ -67,11 +69,14 @@ def test_a_users_script_that_is_interrupted_while_it_imports(options, before, co
     (tmp_path / "framework.py").write_text("from nanovllm import LLM")
     (tmp_path / "run.py").write_text(USERS.format(before=before))
     process = popen([*options, str(tmp_path / "run.py")], tmp_path, stdin=subprocess.DEVNULL)
-    assert process.stdout.readline() == "importing\n"
+    printed = ""
+    while (line := process.stdout.readline()) != "importing\n":
+        printed += line
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert code in (None, process.returncode) and said in err.strip().splitlines()
     assert ("Traceback" in err) == (said == "KeyboardInterrupt")
+    assert ("before the import" in printed + out) == before.startswith("print")
 
 
 NOTEBOOK = """

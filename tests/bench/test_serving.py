@@ -107,9 +107,13 @@ def test_a_load_without_a_good_answer_ends_the_command_without_a_table(tmp_path)
             ("--model foo", "--model foo: the server has no such model; it has model"),
             ("--input-len 999", "no request succeeded of 3; the most frequent error: status 400: "),
         ):
-            done = CliRunner().invoke(app, f"bench serve {server.url} --num-requests 3 {options}".split())
+            kept = tmp_path / "kept.json"
+            command = f"bench serve {server.url} --num-requests 3 {options} --json {kept}"
+            done = CliRunner().invoke(app, command.split())
             assert isinstance(done.exception, ValueError) and said in str(done.exception)
             assert "streams" not in done.output
+            assert [load["num_failed"] for load in json.loads(kept.read_text())] == [3]
+            kept.unlink()
 
 
 def test_bad_input():

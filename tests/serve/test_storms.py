@@ -154,8 +154,8 @@ def test_a_server_that_stops_lets_running_requests_finish(model_path, caplog):
             httpx.get(server.url + "/health", trust_env=False)
 
 
-@pytest.mark.parametrize("drain, signals", [(0.05, 1), (60, 2)])
-def test_what_outlives_the_drain_or_a_second_signal_ends_with_an_error(model_path, drain, signals):
+@pytest.mark.parametrize("drain, signals", [(0, 1), (0.05, 1), (60, 2)])
+def test_what_outlives_the_drain_or_a_second_signal_ends_with_an_error(model_path, drain, signals, caplog):
     with RunningServer(model_path, ServeOptions(drain=drain), slow_client(model_path)) as server:
         body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 8}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -167,3 +167,4 @@ def test_what_outlives_the_drain_or_a_second_signal_ends_with_an_error(model_pat
             text = b"".join(pieces)
         assert b'"error":{"message":"the server was shut down' in text and text.endswith(b"data: [DONE]\n\n")
         assert b'"code":"server_shutdown"' in text, "the engine did not die"
+        assert drain or "to finish" not in caplog.text
