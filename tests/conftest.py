@@ -26,7 +26,7 @@ _LONGEST = (
     "test_prefill_hopper_ptx.py", "test_api_servers.py", "test_rows_compile.py", "test_smollm2.py", "test_guide.py",
     "test_quantised_accuracy.py", "test_turns.py", "test_packed_products_ptx.py", "test_small_products_compile.py",
     "test_same_tokens.py", "test_cli.py", "test_bench.py", "test_verify_jobs.py", "test_ranks.py", "test_quickstart.py",
-    "test_cpu_threads.py", "test_beside_vllm.py", "test_cuda_kernels.py",
+    "test_cpu_threads.py", "test_beside_vllm.py", "test_cuda_kernels.py", "test_cli_kernels.py",
 )  # fmt: skip
 
 # What compiles many kernels, or emulates compiled ones: `make test` leaves these files out, `make test-rest` runs them.

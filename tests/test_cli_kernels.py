@@ -1,0 +1,167 @@
+"""`nanovllm kernels`: why, show, verify and bench, as a user runs them."""
+
+import json
+import re
+
+import pytest
+import typer
+
+from nanovllm.kernels import all_ops
+from tests.commands import run, run_here
+from tests.providers import registered
+
+
+def test_kernels_why():
+    done = run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu")
+    assert "native runs, because on a CPU the reference runs" in done.stdout and "133,120 bytes" in done.stdout
+    for args, said in [
+        (("why", "rms_nrom"), "did you mean 'rms_norm'?"),
+        (("why", "rms_norm", "--shape", "3xa"), "--shape 3xa: expected numbers"),
+        (("bench", "rms_norm", "--shape", "1x2x3"), "rms_norm takes ROWSxSIZE"),
+        (("bench", "rms_norm", "--dtype", "int8"), "expected one of bfloat16, float16, float32"),
+        (("bench", "rms_norm", "--device", "cpu", "--save-table", "x"), "a table of kernels is measured on a GPU"),
+    ]:
+        done = run_here("kernels", *args)
+        assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_kernels_show():
+    shown = run_here("kernels", "show", "rms_norm").stdout
+    assert shown.startswith("rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor")
+    for said in ("arguments    x [..., size], weight [size]", "torch.rsqrt(", "sm_80+  nanovllm.kernels.triton.rows\n"):
+        assert said in shown
+    assert shown.count("Args:\n") == 1  # the docstring stands above, not again in the reference
+    document = json.loads(run_here("kernels", "show", "store_kvcache", "--json", "-").stdout)
+    assert document["mutates"] == "k_cache, v_cache" and "slot_mapping" in document["arguments"]
+    assert [p["provider"] for p in document["providers"]][:2] == ["native", "triton"]
+    shown = (
+        run_here("kernels", "show", op).stdout for op in ("silu_and_mul", "layernorm_residual_dropout_gelu", "sample")
+    )
+    for text, said in zip(
+        shown, ("cancels      results may be small", "magnitude    1, of", "compare      a function")
+    ):
+        assert f"\n{said}" in text
+    assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
+    assert "named by --kernel-plugin my.py" in run_here("kernels", "verify", "my.py").stderr
+    for name in ("qk_norm_rope_attention", "linear_packed_add_rms_norm"):
+        above, _, rest = run_here("kernels", "show", name).stdout.partition("\nThe reference, ")
+        below = rest[rest.index("provider     GPUs") :]
+        assert max(map(len, (above + below).splitlines())) <= 80 and "'" not in above.partition("\n\n")[0]
+        if name == "qk_norm_rope_attention":
+            signature = "qk_norm_rope_attention(\n    q: torch.Tensor,\n    new: NewTokens,\n    kv: PagedKV,"
+            assert above.startswith(signature) and re.match(r"nanovllm/kernels/ops/\w+\.py:\d+:", rest)
+
+
+def test_kernels_show_of_an_op_within_a_block(tmp_path):
+    """Its text is indented, which is no module that Python could parse."""
+    (tmp_path / "plugin.py").write_text(
+        "import torch\nfrom nanovllm.kernels import op\n\nif True:\n\n    @op(arguments={'x': '[n]'})\n"
+        '    def doubled(x: torch.Tensor) -> torch.Tensor:\n        """Twice x."""\n        return 2 * x\n'
+    )
+    done = run_here("kernels", "show", "doubled", "--kernel-plugin", str(tmp_path / "plugin.py"))
+    assert done.stdout.count("Twice x.") == 1 and "        return 2 * x\n" in done.stdout, done.stderr
+    assert f" {tmp_path / 'plugin.py'}\n" in done.stdout  # where the user put it
+
+
+def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from nanovllm.kernels import softmax\n\n"
+        "@softmax.provider('right')\ndef right(x):\n    return x.softmax(-1)\n\n"
+        "@softmax.provider('wrong')\ndef wrong(x):\n    return x.exp() / x.exp().sum(-1, keepdim=True)\n"
+    )
+    named = [word for name in ("native", "right", "wrong") for word in ("--provider", name)]
+    options = "--json - --seed 0 --timeout 0".split()
+    done = run_here("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), *options, *named)
+    rows = {r["provider"]: r for r in json.loads(done.stdout)}
+    assert done.returncode == 1 and not rows["right"]["failures"] and rows["native"]["cases"] > 50
+    assert any("scale 50" in f for f in rows["wrong"]["failures"])
+    worst = {name: row["worst_error_over_tolerance"] for name, row in rows.items()}
+    assert 0 < worst["right"] < 1 < worst["wrong"]
+
+
+def test_kernels_verify_says_which_cases_failed_without_a_result(tmp_path):
+    (tmp_path / "plugin.py").write_text(
+        "import torch\nfrom nanovllm.kernels import softmax\n\n"
+        "@softmax.provider('raises')\ndef raises(x):\n    return x.sofmax(-1)\n\n"
+        "@softmax.provider('mixed')\ndef mixed(x):\n    return x.sofmax(-1) if len(x) == 1 else 2 * x\n"
+    )
+    options = "--kernel-plugin", str(tmp_path / "plugin.py"), "--provider", "raises", "--provider", "mixed", "--quick"
+    for more in ((), ("--timeout", "0")):
+        done = run_here("kernels", "verify", "softmax", *options, *more)
+        assert re.search(r"^softmax +raises +21 +0 +- 21 failed$", done.stdout, re.M), done.stdout
+        assert re.search(r"^softmax +mixed +21 +0 +\S+ 1\d wrong, \d failed$", done.stdout, re.M), done.stdout
+
+
+NO_MASK = """
+import torch, triton
+import triton.language as tl
+from nanovllm.kernels import softmax, triton_support
+
+@triton.jit
+def kernel(x, y, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * n + tl.arange(0, BLOCK)
+    row = tl.load(x + i, tl.arange(0, BLOCK) < n, float("-inf"))
+    e = tl.exp(row - tl.max(row))
+    tl.store(y + i, e / tl.sum(e))
+
+@softmax.provider("no_mask", support=triton_support)
+def no_mask(x):
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    if x.numel():
+        kernel[(x.numel() // x.shape[-1],)](x, y, x.shape[-1], triton.next_power_of_2(x.shape[-1]))
+    return y
+"""
+
+
+@pytest.mark.slow
+def test_kernels_verify_finds_a_store_without_a_mask(tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "plugin.py").write_text(NO_MASK)
+    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(tmp_path / "plugin.py"), "--provider", "no_mask")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"^softmax +no_mask +\d+ +\d+ +- crashed$", done.stdout, re.M), done.stdout
+    said = " ".join(done.stdout.split())
+    assert "crashed (SIGSEGV) at plugin.py:11, `tl.store(y + i, e / tl.sum(e))`: a store with a wrong" in said
+
+
+def test_kernels_verify_prints_the_seed_it_drew():
+    """And with it draws the same inputs again; in this process too, without a time limit."""
+    command = "kernels", "verify", "softmax", "--provider", "native", "--quick", "--json", "-"
+    first, second = run_here(*command), run_here(*command, "--timeout", "0")
+    (seed,), (other,) = (
+        re.findall(r"^--seed (\d+) repeats these inputs$", done.stderr, re.M) for done in (first, second)
+    )
+    assert seed != other and first.stdout != second.stdout
+    (row,) = json.loads(first.stdout)
+    assert row["seed"] == int(seed) and row["cases"] == 21 and not row["failures"]
+    assert run_here(*command, "--seed", seed, "--timeout", "0").stdout == first.stdout
+    assert "repeats these inputs" not in run_here(*command, "--seed", "7", "--timeout", "0").stderr
+    done = run_here(*command, "--jobs", "0")
+    assert done.returncode and "--jobs" in done.stderr
+
+
+def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path, capsys):
+    from nanovllm.cli import kernels_bench
+
+    def interrupted(x, weight, eps):
+        raise KeyboardInterrupt
+
+    options = dict(device="cpu", dtype="float32", shape=["4x64"], provider=["native", "mine"])
+    with registered("rms_norm", interrupted), pytest.raises(typer.Exit) as end:
+        kernels_bench.bench("rms_norm", save=tmp_path / "it.json", **options)
+    out, err = capsys.readouterr()
+    assert end.value.exit_code == 130 and err.endswith("stopped early, with what was measured so far\n")
+    assert "native" in out and "4x64 float32" in out
+    assert len(json.loads((tmp_path / "it.json").read_text())["measurements"]) == 1
+
+
+def test_kernels_bench_and_table(tmp_path):
+    saved, command = tmp_path / "sub" / "bench.json", "kernels bench rms_norm --shape 4x64 --dtype float32 --device cpu"
+    done = run_here(*command.split(), "--save", str(saved))
+    assert done.returncode == 0 and "4x64 float32" in done.stdout
+    document = json.loads(saved.read_text())
+    assert document["versions"]["torch"] and document["measurements"][0]["us"] > 0
+    assert document["command"] == f"nanovllm {command}"
+    table = run_here("kernels", "table").stdout
+    assert all(f"| `{name}` |" in table for name in all_ops())
