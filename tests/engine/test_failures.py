@@ -20,6 +20,7 @@ from tests import tiny
 from tests.engine import small_engine
 from tests.engine.simulated_engine import assert_clean, drain
 from tests.engine.small_engine import generate, random_prompts
+from tests.own_thread import in_own_thread
 from tests.providers import registered
 
 pytestmark = pytest.mark.any_device
@@ -109,12 +110,11 @@ def at_lines(call, visit):
     def at_call(frame, *_):
         return at_line if frame.f_code.co_filename in TRACED else None
 
-    before = sys.gettrace()
-    sys.settrace(at_call)
-    try:
+    def traced():
+        sys.settrace(at_call)
         call()
-    finally:
-        sys.settrace(before)
+
+    in_own_thread(traced)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

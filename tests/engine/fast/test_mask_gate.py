@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.engine.fast.test_policy import REPLAYED, SMALL
 from tests.engine.simulated_engine import assert_clean
 from tests.engine.small_engine import generate
 from tests.engine.test_token_masks import allowed, row
+from tests.own_thread import in_own_thread
 
 
 class Tokens:
@@ -176,6 +178,10 @@ def test_an_interrupt_at_any_line_leaves_no_wait_behind():
 
         return trace
 
+    def begin_and_finish(rows, trace):
+        sys.settrace(trace)
+        builder.begin(rows, True, at_gate=True).finish()
+
     builder, gate = builder_with(RecordingGate)
     count = interrupted = 0
     while interrupted == count:
@@ -185,13 +191,9 @@ def test_an_interrupt_at_any_line_leaves_no_wait_behind():
         builder.step_launched(latest)
         latest.there.set()
         try:
-            sys.settrace(interrupt_at(count))
-            masks = builder.begin(rows, True, at_gate=True)
-            masks.finish()
+            in_own_thread(partial(begin_and_finish, rows, interrupt_at(count)))
         except KeyboardInterrupt:
             interrupted += 1
-        finally:
-            sys.settrace(None)
         builder.settle()
         assert not gate.waited or gate.is_open(gate.waited[-1]), f"after an interrupt at line {count}"
         if count % 2:  # the buffer in turn may be one that was given up, or the other one
