@@ -8,8 +8,9 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 from typing import Any, NoReturn
 
 INTERRUPTED = 130
@@ -30,39 +31,40 @@ def leave_at_once(name: str) -> None:
 
 @contextmanager
 def importing_engine() -> Iterator[None]:
-    """Within the block, which imports PyTorch, Ctrl-C ends a script with one line, as it ends a command.
+    """Within the block, which imports PyTorch, Ctrl-C never cuts that import in two.
 
-    PyTorch's C++ code may drop a KeyboardInterrupt or abort the process, and where it does not, fifty lines of imports
-    are shown. This is for a script that imports the package itself, in its main thread, without a handler of its own.
+    PyTorch's C++ code may drop a KeyboardInterrupt or abort the process, and cannot be imported again after one. So
+    Ctrl-C is a KeyboardInterrupt once PyTorch is imported: the `finally` blocks of a script run. If nothing catches it
+    in a script that imports the package itself, one line is printed in place of fifty lines of imports.
 
-    At a prompt of Python and in a notebook, Ctrl-C while PyTorch is imported is a KeyboardInterrupt at the end of the
-    block: after an earlier one PyTorch could not be imported again in that process. Elsewhere Ctrl-C is what it was:
-    in a framework that imports its user's modules, and after the block.
+    This is for the main thread of a program without a handler of its own. After the block Ctrl-C is what it was.
     """
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    handler = _import_handler()
-    if handler is None or not is_main or before is not signal.default_int_handler:
+    if not is_main or before is not signal.default_int_handler:
         yield
         return
+    handler = _RaiseLater(_importing_script())
     signal.signal(signal.SIGINT, handler)
     try:
+        import torch  # noqa: F401  alone, so that Ctrl-C need not wait for what else the block imports
+
+        handler.interrupt_if_pressed()
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if isinstance(handler, _RaiseLater) and handler.is_pressed:
-            raise KeyboardInterrupt
+        handler.interrupt_if_pressed()
 
 
-def _import_handler() -> "_Leave | _RaiseLater | None":
-    """What handles Ctrl-C while the engine is imported: `_Leave` if an import statement of a script has led here."""
+def _importing_script() -> str:
+    """The name of the script whose import statement has led here; "" at a prompt, in a notebook, below a framework."""
     if hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules:
-        return _RaiseLater()
+        return ""
     frame = sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__") in (__name__, "nanovllm", "contextlib", *_IMPORTS):
         frame = frame.f_back
     name, file = (frame.f_globals.get(key) for key in ("__name__", "__file__"))
-    return _Leave(os.path.basename(file)) if name == "__main__" and file else None
+    return os.path.basename(file) if name == "__main__" and file else ""
 
 
 _IMPORTS = ("importlib._bootstrap", "_frozen_importlib")
@@ -155,23 +157,57 @@ class _Leave:
     def __call__(self, *_: Any) -> NoReturn:
         if self._torch_alone and not _torch_is_importing():
             raise KeyboardInterrupt
-        # Not sys.exit: a SystemExit runs into the same C++ code.
+        # Not sys.exit: a SystemExit runs into the same C++ code. In a program of the package no user's code has begun.
         with suppress(Exception):  # closed, or interrupted in the middle of a write
-            sys.stdout.flush()  # what a script has printed into a pipe or a file before it imports the engine
+            sys.stdout.flush()
         os.write(2, f"\n{self._name}: interrupted\n".encode())
         os._exit(INTERRUPTED)
 
 
 class _RaiseLater:
-    """Raises KeyboardInterrupt, but only notes Ctrl-C while PyTorch is being imported."""
+    """Raises KeyboardInterrupt, but only notes Ctrl-C while PyTorch is being imported.
 
-    def __init__(self) -> None:
-        self.is_pressed = False
+    Args:
+        script: the name of the script that imports the engine, or "".
+    """
+
+    def __init__(self, script: str) -> None:
+        self._script = script
+        self._is_pressed = False
 
     def __call__(self, *_: Any) -> None:
+        if self._script and not self._is_pressed and _torch_is_importing() and os.isatty(2):
+            os.write(2, f"\n{self._script}: interrupted; it ends when PyTorch is imported\n".encode())
+        self._is_pressed = True
         if not _torch_is_importing():
-            raise KeyboardInterrupt
-        self.is_pressed = True
+            self.interrupt_if_pressed()
+
+    def interrupt_if_pressed(self) -> None:
+        """Raise a KeyboardInterrupt that shows no traceback if nothing in the script catches it."""
+        if not self._is_pressed:
+            return
+        self._is_pressed = False
+        error = KeyboardInterrupt()
+        if self._script:
+            vars(error)[_SCRIPT] = self._script  # of exactly that class: by it Python knows that Ctrl-C ends it
+            sys.excepthook = _OneLine(sys.excepthook)
+        raise error
+
+
+_SCRIPT = "_nanovllm_script"
+
+
+class _OneLine:
+    """In place of `sys.excepthook`: no traceback of a KeyboardInterrupt from the time of the import."""
+
+    def __init__(self, others: Callable[..., Any]) -> None:
+        self._others = others
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if script := getattr(error, _SCRIPT, None):
+            print(f"\n{script}: interrupted", file=sys.stderr)
+        else:
+            self._others(kind, error, traceback)
 
 
 def _torch_is_importing() -> bool:
