@@ -25,12 +25,10 @@ def test_version_and_help():
 
 def test_generate_and_chat(smollm2_path, monkeypatch):
     done = run("generate", "The capital of France is", "--max-tokens", "4", "--temperature", "0")
-    assert done.returncode == 0 and "> The capital of France is\n Paris" in done.stdout
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n\n"))
+    assert done.returncode == 0 and "> The capital of France is\n Paris" in done.stdout and done.stderr == ""
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))  # then Ctrl-D
     done = run_here("chat", "--max-tokens", "12", "--temperature", "0")
-    assert done.returncode == 0 and "Paris" in done.stdout
-    monkeypatch.setattr("sys.stdin", io.StringIO())  # Ctrl-D
-    assert run_here("chat").stdout.endswith("> \n")
+    assert done.returncode == 0 and "Paris" in done.stdout and done.stdout.endswith("> \n")
 
 
 def test_a_prompt_that_is_refused_has_no_heading(smollm2_path):
@@ -40,10 +38,9 @@ def test_a_prompt_that_is_refused_has_no_heading(smollm2_path):
 
 def test_an_empty_completion_is_explained(smollm2_path):
     full, empty = "The capital of France is", "What is the capital of France?"
-    for prompts in ([full], [empty], [full, empty]):
+    for prompts in ([empty], [full, empty]):
         done = run_here("generate", *prompts, "--max-tokens", "2", "--temperature", "0")
-        assert done.returncode == 0
-        assert ("a completion is empty" in done.stderr) == ("`nanovllm chat`" in done.stderr) == (empty in prompts)
+        assert done.returncode == 0 and "a completion is empty" in done.stderr and "`nanovllm chat`" in done.stderr
 
 
 def test_what_is_missing_or_cannot_be_read_names_the_option_the_value_and_what_is_expected():
@@ -142,7 +139,7 @@ def test_tables_fit_80_columns_and_cut_nothing(command):
 
 
 def test_a_closed_pipe_and_ctrl_c_leave_no_traceback():
-    program = [sys.executable, "-m", "nanovllm", "kernels", "list"]
+    program = [sys.executable, "-m", "nanovllm", "--help"]
     pipe = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     pipe.stdout.close()
     assert pipe.stderr.read() == "" and pipe.wait() == 0

@@ -3,11 +3,10 @@ same.
 """
 
 import hashlib
-import subprocess
-import sys
 from pathlib import Path
 
 from nanovllm.weights.tokenizer import load_tokenizer
+from tests.commands import run_here
 from tests.fp8_accuracy import NUM_TOKENS, TEXT
 
 SHA256 = "ad0a6d12f9266bbe90496969943deaf464ec53a996d81e29328f9a6f652afcc6"
@@ -26,10 +25,7 @@ def test_the_text_is_long_enough(smollm2_path):
 
 def test_the_scripts_of_accuracies_have_a_help_that_measures_nothing():
     for script in ("fp8_accuracy", "quantised_accuracy"):
-        done = subprocess.run(
-            [sys.executable, "-m", f"tests.{script}", "--help"], cwd=TEXT.parents[2], capture_output=True, text=True,
-            timeout=60,
-        )  # fmt: skip
+        done = run_here("--help", script=f"tests/{script}.py")
         assert (
             done.returncode == 0
             and done.stdout.startswith("usage: ")

@@ -25,7 +25,7 @@ def iter_tensors(
     """
     generator = torch.Generator(device).manual_seed(seed)
     for name, empty in _tensors(model):
-        tensor = torch.empty_like(empty, device=device)
+        tensor = torch.empty(empty.shape, dtype=empty.dtype, device=device)  # empty_like of "meta" imports sympy
         if tensor.dim() == 1:
             tensor.fill_(0 if name.endswith(".bias") else 1)
         else:

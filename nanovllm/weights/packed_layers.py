@@ -179,7 +179,9 @@ class PackedLayers:
         weight = getattr(module, "weight", None)
         shared = name == "lm_head" and self._model.config.tie_word_embeddings
         if isinstance(weight, nn.Parameter) and weight.is_meta and not shared:
-            self._set(name, nn.Parameter(torch.empty_like(weight, device=self.device), requires_grad=False))
+            # empty_like of a tensor on the meta device imports sympy, which takes half a second.
+            memory = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+            self._set(name, nn.Parameter(memory, requires_grad=False))
 
     def _set(self, name: str, weight: nn.Parameter | PackedWeight) -> None:
         model = self._model

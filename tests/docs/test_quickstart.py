@@ -1,10 +1,8 @@
 """docs/CUSTOM_KERNEL_QUICKSTART.md does what it says: every block is run, and every line that it shows is printed."""
 
-import subprocess
-import sys
-
 import pytest
 
+from tests.commands import run_here
 from tests.docs.runnable_markdown import NEEDS, Workplace, blocks, check, missing_line
 from tests.docs.update import QUICKSTART
 
@@ -29,8 +27,8 @@ def test_the_script_without_a_model_says_what_is_missing(tmp_path):
     (script,) = [b for b in blocks(QUICKSTART.read_text()) if b.file == "run.py"]
     (tmp_path / "run.py").write_text(script.text)
     for arguments in ([], ["a", "b"]):
-        done = subprocess.run([sys.executable, "run.py", *arguments], capture_output=True, text=True, cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (1, "usage: python run.py MODEL, such as ./small-qwen3\n")
+        done = run_here(*arguments, script=str(tmp_path / "run.py"))
+        assert done.returncode == "usage: python run.py MODEL, such as ./small-qwen3"  # as `sys.exit` takes it
 
 
 def test_comparison_sees_a_difference():

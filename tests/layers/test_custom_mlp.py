@@ -1,9 +1,5 @@
 """The gated MLP with kernels chosen by itself."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +8,7 @@ from typer.testing import CliRunner
 
 from nanovllm.layers.compare_mlp import compare_mlp
 from nanovllm.layers.custom_mlp import CustomGatedMLP
+from tests.commands import run_here
 from tests.devices import DEVICES
 from tests.providers import registered
 
@@ -66,10 +63,10 @@ def test_what_serves_a_batch_is_said():
     assert served == ["silu_and_mul: native", *["linear_silu_and_mul: mine"] * 2, "silu_and_mul: native"]
 
 
-def test_the_comparison_runs():
-    command = [sys.executable, "-m", "nanovllm.layers.custom_mlp", "--hidden-size", "64", "--intermediate-size", "96"]
-    environment = {**os.environ, "COLUMNS": "80"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+def test_the_comparison_runs(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    options = "--hidden-size", "64", "--intermediate-size", "96"
+    done = run_here(*options, script="nanovllm/layers/custom_mlp.py")
     assert done.returncode == 0, done.stderr
     assert "4096" in done.stdout and "silu_and_mul: native" in done.stdout and "NO" not in done.stdout
     assert "equal" in done.stdout and "yes" in done.stdout and "…" not in done.stdout, "cut off"
