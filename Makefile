@@ -34,29 +34,26 @@ BIN := $(VENV)/bin
 # Quiet, but for warnings: so a line says before how long it takes. Modules are compiled when they are first imported.
 PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-# The model is fetched first, so that the test processes do not all fetch it.
-FETCH_MODEL = $(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
-
-.PHONY: example test test-rest test-all test-gpu check docs wheel pictures clean
+.PHONY: example model test test-rest test-all test-gpu check docs wheel pictures clean
 
 example: $(VENV)/.installed-demo
 	$(BIN)/python example.py $(ARGS)
 
-test: $(VENV)/.installed-demo,test
-	$(FETCH_MODEL)
+# Fetched before the tests, so that the test processes do not all fetch it.
+model: $(VENV)/.installed-demo,test
+	$(BIN)/python -c "from nanovllm.weights.demo_model import demo_model_path; print('default model:', demo_model_path())"
+
+test: model
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(PYTEST_ARGS)
 
 # What `make test` leaves out.
-test-rest: $(VENV)/.installed-demo,test
-	$(FETCH_MODEL)
+test-rest: model
 	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu" $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-demo,test
-	$(FETCH_MODEL)
+test-all: model
 	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(PYTEST_ARGS)
 
-test-gpu: $(VENV)/.installed-demo,test
-	$(FETCH_MODEL)
+test-gpu: model
 	$(BIN)/python -m tests.gpu_run $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-demo,test,check
