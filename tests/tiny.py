@@ -103,6 +103,21 @@ def greedy(made: Any, prompt: list[int], max_tokens: int) -> list[int]:
 
 
 @torch.no_grad()
+def greedy_each(made: Any, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """As `greedy` of each prompt, in one batch, which takes a fraction of the time."""
+    longest = max(map(len, prompts))
+    ids, mask = torch.zeros(2, len(prompts), longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[row, longest - len(prompt) :] = 1
+    out = made.generate(
+        ids.to(made.device), attention_mask=mask.to(made.device), do_sample=False, max_new_tokens=max_tokens,
+        pad_token_id=0,
+    )  # fmt: skip
+    return out[:, longest:].tolist()
+
+
+@torch.no_grad()
 def logprobs(made: Any, token_ids: list[int]) -> torch.Tensor:
     """log_softmax of the logits at every position: [len(token_ids), vocab_size] float32."""
     return made(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)

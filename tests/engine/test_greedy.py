@@ -65,7 +65,7 @@ def model(request, tmp_path_factory):
     reference = tiny.save(directory, architecture=architecture, **overrides).to(DEVICE)
     prompts = make_prompts(reference.config.vocab_size)
     reference.generation_config.eos_token_id = None
-    return directory, reference, prompts, [tiny.greedy(reference, prompt, NUM_TOKENS) for prompt in prompts]
+    return directory, reference, prompts, tiny.greedy_each(reference, prompts, NUM_TOKENS)
 
 
 def engine(directory, **kwargs) -> LLM:

@@ -46,7 +46,7 @@ def prompts(vocab):
 def check(directory, reference, vocab, monkeypatch):
     reference.generation_config.eos_token_id = None
     asked = prompts(vocab)
-    want = [tiny.greedy(reference, prompt, OUTPUT) for prompt in asked]
+    want = tiny.greedy_each(reference, asked, OUTPUT)
     params = SamplingParams(temperature=0, max_tokens=OUTPUT, ignore_eos=True)
     for mode, changes in MODES.items():
         options = dict(kvcache_block_size=16, num_kvcache_blocks=80, max_model_len=112, max_num_seqs=8) | changes

@@ -85,7 +85,7 @@ SERVED = (
 @pytest.mark.parametrize("name", SERVED)
 def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
     reference = write(tmp_path, FORMATS[name], "llama" if name in ("awq", "mixed") else "qwen3")
-    want = [tiny.greedy(reference, prompt, GREEDY.max_tokens) for prompt in prompts()]
+    want = tiny.greedy_each(reference, prompts(), GREEDY.max_tokens)
     modes = MODES if name in ("fp8-block", "gptq-act-order", "mixed") else {"C++": {}, "packed": PACKED}
     for mode, options in modes.items():
         assert tokens(tmp_path, **options) == want, mode
@@ -106,7 +106,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path, name):
 def test_architectures(tmp_path, name, architecture, overrides):
     """Some store several shards in one tensor, and some rotate heads in part, for which rows are reordered."""
     reference = write(tmp_path, FORMATS[name], architecture, **overrides)
-    want = [tiny.greedy(reference, prompt, GREEDY.max_tokens) for prompt in prompts()]
+    want = tiny.greedy_each(reference, prompts(), GREEDY.max_tokens)
     assert tokens(tmp_path, **PACKED) == want
     assert tokens(tmp_path) == want
     # Of a mixture of experts the router is packed. The experts are expanded, or stay in 8-bit floats.
