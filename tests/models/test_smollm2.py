@@ -15,7 +15,7 @@ pytestmark = pytest.mark.any_device
 
 NUM_TOKENS, LENGTHS, NUM_BLOCKS, MAX_LEN = 64, [1, 2, 8, 16, 17, 31, 32, 100, 255, 256, 400, 700, 1500], 110, 1600
 if DEVICE == "cpu":
-    NUM_TOKENS, LENGTHS, NUM_BLOCKS, MAX_LEN = 8, [1, 16, 17, 64, 150, 256], 24, 300
+    NUM_TOKENS, LENGTHS, NUM_BLOCKS, MAX_LEN = 4, [1, 16, 17, 130], 15, 140
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 16
 
@@ -98,7 +98,7 @@ def test_logits(path, reference, prompts):
     "kwargs",
     [
         pytest.param({"enable_prefix_caching": False}, id="batched"),
-        pytest.param({"max_num_batched_tokens": 200, "async_scheduling": True}, id="chunked-async"),
+        pytest.param({"max_num_batched_tokens": 100, "async_scheduling": True}, id="chunked-async"),
         pytest.param({"num_kvcache_blocks": NUM_BLOCKS, "max_model_len": MAX_LEN}, id="preempted"),
     ],
 )

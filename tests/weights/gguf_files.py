@@ -18,11 +18,13 @@ HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTER, LAYERS, VOCAB = 4, 2, 64, 256, 512, 2,
 def read_quickly() -> Iterator[None]:
     """Within the block transformers reads a GGUF file in a fraction of the time.
 
-    It makes the table of tensors' names anew for every module of the model, and each of a vocabulary's 100,000 strings
-    is a slice of a memory map, which costs several times as much as one of an array.
+    It reads the file twice: for the configuration and for the tensors. It makes the table of tensors' names anew for
+    every module of the model, and each of a vocabulary's 100,000 strings is a slice of a memory map, which costs
+    several times as much as one of an array.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "get_tensor_name_map", lru_cache(gguf.get_tensor_name_map))
+        patch.setattr(gguf, "GGUFReader", lru_cache(gguf.GGUFReader))
         array = type("array", (), {"__new__": lambda cls, path, **options: np.fromfile(path, np.uint8)})
         patch.setattr(np, "memmap", array)  # a type: other code asks whether its arrays are of it
         yield
