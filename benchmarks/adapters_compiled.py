@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from benchmarks.adapters_transformers import available, made, side_of
-from benchmarks.adapters_work import Generating, Prefilling
+from benchmarks.adapters_work import Prefilling, works
 from benchmarks.turns import Peer, serve, stop_on_signals
 from nanovllm.adapters.transformers import OPS
 
@@ -84,12 +84,7 @@ class Compiled:
         args.cache, name, self._side = "static", *args.peer
         compiled = self._side != "eager"
         self._model = made(name, args.device, args.layers)
-        self._works: list[Any] = [
-            Generating(self._model, int(batch), args, compiled) for batch in args.batches.split(",")
-        ]
-        if args.prefill:
-            shape = [int(n) for n in args.prefill.split("x")]
-            self._works.append(Prefilling(self._model, *shape, args, compiled))
+        self._works: list[Any] = [make(self._model) for make in works(args, compiled)]
         if compiled and args.device == "cpu":  # where transformers compiles if it is told to
             self._model.generation_config.compile_config = _config(args.backend)
         self._folder = Path(os.environ["ADAPTERS_COMPILED"])
@@ -121,8 +116,8 @@ class Compiled:
         stats = {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(breaks.values())}
         stats["skips"] = counters["inductor"]["cudagraph_skips"]
         stats["reasons"] = [why[:1200] for why in breaks]
-        works = [work.name for work in self._works]
-        return {"took": time.perf_counter() - started, "pid": os.getpid(), "works": works, "failures": failures} | stats
+        stats |= {"works": [work.name for work in self._works], "failures": failures}
+        return {"took": time.perf_counter() - started, "pid": os.getpid()} | stats
 
     def _logits(self, work: Any) -> tuple[Any, torch.Tensor]:
         """Tokens of decode steps, and logits."""

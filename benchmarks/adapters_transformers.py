@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.adapters_work import Generating, Prefilling, limit
+from benchmarks.adapters_work import limit, works
 from nanovllm.adapters.transformers import OPS, apply, kernel_mapping
 
 # Few layers and a small vocabulary, to try the script on a CPU.
@@ -189,19 +189,9 @@ class Measuring:
         if self._is_over(f"{name}: {', '.join(sides)}"):
             return
         model = made(name, self._args.device)
-        works = self._works()
-        for make in works[len(works) - 1 - bool(self._args.prefill) :] if PARTS[0] in sides else works:
+        makers = works(self._args)
+        for make in makers[len(makers) - 1 - bool(self._args.prefill) :] if PARTS[0] in sides else makers:
             self._work(model, name, make, sides)
-
-    def _works(self) -> list[Callable[[Any], Any]]:
-        args = self._args
-        works: list[Callable[[Any], Any]] = [
-            lambda model, b=int(batch): Generating(model, b, args) for batch in args.batches.split(",")
-        ]
-        if args.prefill:
-            shape = [int(n) for n in args.prefill.split("x")]
-            works.append(lambda model: Prefilling(model, *shape, args))
-        return works
 
     def _work(self, model: Any, name: str, make: Callable[[Any], Any], sides: list[str]) -> None:
         """Rows of one work. They are compared with the first side's, or with the first row of this work."""

@@ -101,6 +101,17 @@ class Prefilling:
         return busy(self.logits)
 
 
+def works(args: argparse.Namespace, compiled: bool = False) -> list[Callable[[Any], Generating | Prefilling]]:
+    """What makes the works that --batches and --prefill name, each from a model."""
+    made: list[Callable[[Any], Generating | Prefilling]] = [
+        lambda model, b=int(batch): Generating(model, b, args, compiled) for batch in args.batches.split(",")
+    ]
+    if args.prefill:
+        shape = [int(n) for n in args.prefill.split("x")]
+        made.append(lambda model: Prefilling(model, *shape, args, compiled))
+    return made
+
+
 def limit(model: Any, work: Any, device: str) -> float | None:
     """The least seconds that a GPU could take: the weights read once, or their products."""
     if not device.startswith("cuda"):

@@ -6,15 +6,13 @@ tokens by the time from the call to its end, with prompts, grammars and the firs
 `steady` is that of the steps in which every request gets a token, without the first eight of them and the last one, in
 which a request ends. Then it prints where the host's time goes in a step. --model qwen3-8b has steps of a larger model.
 
---host needs no GPU. It measures the host's parts of a step, with a tiny model on the CPU, and each mask. A model of the
-step's time line says what a step of a GPU takes with these.
+--host needs no GPU: `structured_output_host.py` says what it measures.
 """
 
 from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import random
 import statistics
 import tempfile
@@ -50,11 +48,6 @@ SCHEMA = {
     },
 }
 VOCAB_SIZE, END = 151_936, 151_645
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"], "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-    "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB_SIZE, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 1024, "rope_theta": 1e4, "tie_word_embeddings": True, "eos_token_id": END,
-}  # fmt: skip
 
 
 def tokens_per_second(llm: LLM, num_requests: int, num_constrained: int, num_tokens: int) -> float:
@@ -197,44 +190,6 @@ def print_stages(stages: dict[str, np.ndarray]) -> None:
         print(f"  {name:20} " + " ".join(f"{part:7.3f}" for part in parts) + f"  {said}")
 
 
-class Host(NamedTuple):
-    """What the host does in a step, in ms, beside filling masks."""
-
-    advance: float
-    finish: float
-    launch: float
-    schedule: float
-    read: float
-
-
-def step_ms(
-    fills: Sequence[float], host: Host, gpu: float, beside: bool, sampling: float = 0.15, masking: float = 0.03
-) -> float:
-    """What a step takes on average, by the time line of both.
-
-    The device computes the logits of a step while the host fills its masks; it samples when both are there. The next
-    model starts when it is launched and the tokens are there. With masks of a thread, all is launched before.
-
-    Args:
-        fills: ms that the masks of each step take.
-        gpu: ms of a step without masks, of which sampling takes `sampling`.
-        beside: whether a thread fills the masks, and the device waits for it.
-        masking: ms of the device between the logits and sampling: a copy of 20 masks and a kernel, an estimate.
-    """
-    tokens = launched = 0.0  # when the tokens of the step before are there, when the model of this one is launched
-    for fill in fills:
-        model_end = max(tokens, launched) + gpu - sampling
-        begun = max(tokens, launched) + host.advance
-        sample = begun + fill + host.finish
-        if beside:
-            launched = begun + host.read + host.schedule + host.launch
-        else:
-            sample += host.launch / 2
-            launched = sample + host.schedule + host.launch / 2 + host.read
-        tokens = max(model_end, sample) + masking + sampling
-    return tokens / len(fills)
-
-
 def mask_seconds(llm: LLM, num_constrained: int, num_steps: int) -> list[list[float]]:
     """Processor time of each mask of each step, one after the other, with the engine's vocabulary. The tokens are drawn
     at random from those that the masks allow. Steps in which the matchers learn their grammar come first, and are not
@@ -274,38 +229,6 @@ def in_threads(seconds: Sequence[float], num_threads: int) -> float:
     return max(ends)
 
 
-def print_host(args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        dummy_tokenizer.write(Path(folder), VOCAB_SIZE, END, args.tiktoken)
-        (Path(folder) / "config.json").write_text(json.dumps(TINY))
-        llm = LLM(
-            folder, load_format="dummy", device="cpu", async_scheduling=True, max_num_seqs=args.requests,
-            max_model_len=1024, enable_prefix_caching=False,
-        )  # fmt: skip
-        stages = Stages(llm)
-        tokens_per_second(llm, args.requests, args.constrained, min(args.tokens, 48))
-        found = stages.milliseconds()
-        print(
-            f"{args.requests} requests on the CPU, {args.constrained} constrained; `launch` has the model's time here"
-        )
-        print_stages(found)
-        steps = mask_seconds(llm, args.constrained, min(args.tokens, 200))
-    medians = {name: float(np.median(found[name])) for name in Host._fields}
-    host = Host(*(args.slower * ms for ms in Host(**medians | {"launch": args.launch_ms})))
-    print(f"by the time line, on a processor that takes {args.slower:g} times as long:")
-    print(
-        f"{args.constrained} masks, ms:   mean  median     p90     p99   a step of 2 / 2.7 / 5.5 / 10 ms takes; beside"
-    )
-    for num_threads in (1, 2, 4, 8):
-        ms = [1e3 * args.slower * in_threads(step, num_threads) for step in steps]
-        row = f"  {num_threads} threads    {np.mean(ms):7.2f}" + "".join(
-            f" {np.quantile(ms, q):7.2f}" for q in (0.5, 0.9, 0.99)
-        )
-        for beside in (False, True):
-            row += ";" * beside + "".join(f" {step_ms(ms, host, gpu, beside):6.2f}" for gpu in (2.0, 2.7, 5.5, 10.0))
-        print(row)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", default="qwen3-0.6b", help="a preset, which gets random weights")
@@ -319,6 +242,8 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=1.0, help="with --host: for a processor this much slower")
     args = parser.parse_args()
     if args.host:
+        from benchmarks.structured_output_host import print_host
+
         return print_host(args)
     if args.tokens < _FEWEST_STEPS:
         parser.error(f"--tokens {args.tokens}: the steady rate needs at least {_FEWEST_STEPS}")

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 import os
-import queue
-import signal
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from benchmarks.turns import Peer, serve
 from nanovllm.bench.engines.common import Engine
 from nanovllm.bench.job import Job, Row
 from nanovllm.bench.worker import measure_workload
@@ -47,38 +43,32 @@ class Side:
     def __init__(self, job: Job, log: str, path: str | None = None, name: str | None = None) -> None:
         self.name, self.rates = name or job.engine, dict[str, list[float]]()
         self.state = "starting"
-        self._news: queue.Queue[list[Any]] = queue.Queue()
         found = [path, os.environ.get("PYTHONPATH")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in found if part)}
-        if environment.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1":
+        environment = {"PYTHONPATH": os.pathsep.join(part for part in found if part)}
+        if os.environ.get("TORCH_SYMM_MEM_DISABLE_MULTICAST") == "1":
             environment["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # its sums there need multicast
-        with open(log, "w") as file:
-            command = [sys.executable, "-m", "benchmarks.tensor_parallel_peer"]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True, env=environment,
-                start_new_session=True,
-            )  # fmt: skip
-        self._ask(job.to_json())
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._peer = Peer(self.name, ["-m", "benchmarks.tensor_parallel_peer"], environment, Path(log))
+        self._peer.ask(job.to_json())
 
     def wait(self, timeout: float) -> str:
         """Wait until the engine has started; returns the state: "starting", "ready" or "ended"."""
-        if self.state == "starting" and (told := self._next(timeout))[0] != "late":
-            self.state = told[0]
-            print(self.name, *told[1:], told[0], flush=True)
+        if self.state == "starting" and self._peer.has_reply(timeout):
+            about = self._peer.reply(time.perf_counter())
+            self.state = "ended" if about is None else "ready"
+            print(self.name, *([] if about is None else [about]), self.state, flush=True)
         return self.state
 
     def measure(self, load: str, turn: int, timeout: float) -> None:
-        """Print the row of a workload, and keep its rates. turn: decides the prompts, see `answers`."""
+        """Print the row of a workload, and keep its rates. turn: decides the prompts, see `answer`."""
         if self.state != "ready" or timeout <= 0:
             return
-        self._ask([load, turn])
-        told = self._next(timeout)
-        if told[0] != "row":
+        self._peer.ask([load, turn])
+        reply = self._peer.reply(time.perf_counter() + timeout)
+        if reply is None:
             self.state = "ended"
-            print(f"| {load} | {self.name} | {' '.join(map(str, told))} |", flush=True)
+            print(f"| {load} | {self.name} | ended |", flush=True)
             return
-        rates, ttft, itl = told[1:]
+        rates, ttft, itl = reply
         self.rates.setdefault(load, []).extend(rates)
         shown = ", ".join(f"{rate:,.0f}" for rate in rates)
         times = (f"{1e3 * seconds:.2f}" if seconds else "" for seconds in (ttft, itl))
@@ -86,29 +76,7 @@ class Side:
 
     def close(self) -> None:
         """End the process and all that it has started."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        self._process.wait()
-
-    def _ask(self, what: Any) -> None:
-        assert self._process.stdin is not None
-        try:
-            print(json.dumps(what), file=self._process.stdin, flush=True)
-        except BrokenPipeError:  # `_next` tells that it has ended
-            pass
-
-    def _next(self, timeout: float) -> list[Any]:
-        try:
-            return self._news.get(timeout=max(0.0, timeout))
-        except queue.Empty:
-            return ["late"]
-
-    def _listen(self) -> None:
-        for line in self._process.stdout or ():
-            self._news.put(json.loads(line))
-        self._news.put(["ended"])
+        self._peer.stop()
 
 
 def compare(pairs: Sequence[tuple[Side, Side]], loads: Sequence[str], rounds: int, end: float) -> None:
@@ -143,48 +111,46 @@ def jobs(model: str, ranks: int, repeat: int, config: dict[str, Any] | None, **o
     return Job("nanovllm", "", model, (), config, ours, repeat), Job("vllm", "", model, (), config, theirs, repeat)
 
 
-def answers(job: Job, engine: Engine, asked: Iterable[str]) -> Iterator[list[Any]]:
-    """A row for each line that asks for one: `["row", rates, TTFT, ITL]`.
-
-    Args:
-        asked: JSON of [workload, turn]. The prompts of each turn are others, and the same for all engines.
-    """
-    for line in asked:
-        name, turn = json.loads(line)
-        (workload,) = select([name])
-        drawn = dataclasses.replace(job, seed=job.seed + turn * max(job.repeat, job.warmup))
-        row = Row(job.engine, "", job.model, workload.name, workload.description, about=engine.about())
-        measure_workload(drawn, workload, engine, row)
-        rates = [repeat.output_rate for repeat in row.repeats]
-        yield ["row", rates, row.median("ttft_p50"), row.median("itl_p50")]
+def answer(job: Job, engine: Engine, name: str, turn: int) -> list[Any]:
+    """[rates, TTFT, ITL] of a workload. The prompts of each turn are others, and the same for all engines."""
+    (workload,) = select([name])
+    drawn = dataclasses.replace(job, seed=job.seed + turn * max(job.repeat, job.warmup))
+    row = Row(job.engine, "", job.model, workload.name, workload.description, about=engine.about())
+    measure_workload(drawn, workload, engine, row)
+    return [[repeat.output_rate for repeat in row.repeats], row.median("ttft_p50"), row.median("itl_p50")]
 
 
-def serve() -> None:
-    """The process of a side: reads a job, starts its engine, then answers. A line of JSON each."""
-    told, asked = os.fdopen(os.dup(1), "w", buffering=1), os.fdopen(os.dup(0))
-    os.dup2(2, 1)  # what engines print
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from nanovllm import LLM
-    from nanovllm.bench.engines import start
+class Started:
+    """In the process of a side: its engine, which the first request, a job, starts."""
+
+    def __init__(self) -> None:
+        self._engine: Engine | None = None
+
+    def answer(self, request: Any) -> Any:
+        if self._engine is not None:
+            return answer(self._job, self._engine, *request)
+        self._job = Job.from_json(request)
+        return self._start()
+
+    def _start(self) -> str:
+        """What the engine is, and how long it took to start."""
+        from nanovllm import LLM
+        from nanovllm.bench.engines import start
+
+        if self._job.engine == "vllm":
+            import vllm
+
+            fixed: dict[str, Any] = dict(compilation_config={"cudagraph_capture_sizes": _VLLM_GRAPHS})
+            vllm.LLM = functools.partial(vllm.LLM, kv_cache_memory_bytes=_VLLM_CACHE, **fixed)
+        since = time.perf_counter()
+        self._engine = start(self._job, LLM)
+        about = self._engine.about()
+        return f"{about['version']} on {about['device']}, after {time.perf_counter() - since:.1f} s:"
+
+
+if __name__ == "__main__":
     from nanovllm.distributed.processes import exit_with_parent
 
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    job = Job.from_json(json.loads(asked.readline()))
-    if job.engine == "vllm":
-        import vllm
-
-        fixed: dict[str, Any] = dict(compilation_config={"cudagraph_capture_sizes": _VLLM_GRAPHS})
-        vllm.LLM = functools.partial(vllm.LLM, kv_cache_memory_bytes=_VLLM_CACHE, **fixed)
-    since = time.perf_counter()
-    engine = start(job, LLM)
-    about = engine.about()
-    seconds = f"{time.perf_counter() - since:.1f}"
-    print(json.dumps(["ready", about["version"], f"on {about['device']}, after {seconds} s:"]), file=told)
-    for answer in answers(job, engine, asked):
-        print(json.dumps(answer), file=told)
-    engine.close()
-
-
-if __name__ == "__main__":
-    serve()
+    serve(Started().answer)

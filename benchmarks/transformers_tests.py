@@ -137,8 +137,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", type=Path, help="the folder tests of transformers")
     parser.add_argument("--models", default="llama,qwen3", help=f"of {', '.join(CLASSES)}")
-    given, _, rest = _split(sys.argv[1:] if argv is None else argv)
-    args = parser.parse_args(given)
+    argv = sys.argv[1:] if argv is None else argv
+    cut = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:cut])
     if not (args.tests / "test_modeling_common.py").exists():
         parser.error(f"{args.tests} has no test_modeling_common.py; name the folder tests of transformers")
     models = args.models.split(",")
@@ -146,18 +147,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--models: unknown {unknown[0]!r}; known are {', '.join(CLASSES)}")
     with tempfile.TemporaryDirectory() as folder:
         where, files = test_files(args.tests.resolve(), models, Path(folder))
-        before, after = (results(where, files, patched, rest) for patched in (False, True))
+        before, after = (results(where, files, patched, argv[cut + 1 :]) for patched in (False, True))
     for label, outcome in (("as they are", before), ("with the ops", after)):
         print(f"{label}: {', '.join(f'{n} {kind}' for kind, n in sorted(Counter(outcome.values()).items()))}")
     lost = [test for test, outcome in before.items() if outcome == "passed" and after.get(test) != "passed"]
     for test in lost:
         print(f"passes no more: {test}")
     return 1 if lost else 0
-
-
-def _split(argv: list[str]) -> tuple[list[str], str, list[str]]:
-    cut = argv.index("--") if "--" in argv else len(argv)
-    return argv[:cut], "--", argv[cut + 1 :]
 
 
 if __name__ == "__main__":

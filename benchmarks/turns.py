@@ -65,6 +65,10 @@ class Peer:
         line, _, self._unread = self._unread.partition(b"\n")
         return json.loads(line)
 
+    def has_reply(self, seconds: float) -> bool:
+        """Whether a reply, or the end of the process, comes within this time."""
+        return b"\n" in self._unread or bool(select.select([self._process.stdout], [], [], max(0.0, seconds))[0])
+
     def pin(self, cpus: Iterable[int]) -> None:
         """Let every thread of it, and of the processes that it started, run on these CPUs only."""
         allowed = set(cpus)

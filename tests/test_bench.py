@@ -14,7 +14,6 @@ import torch
 import bench
 from nanovllm import LLM
 from nanovllm.bench import benchmark
-from nanovllm.bench.command_line import check_model
 from nanovllm.bench.launcher import WorkerDied, in_process
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware import measured_rates
@@ -216,11 +215,6 @@ def test_an_error_does_not_stand_beside_a_status_line(run, monkeypatch, engines)
     assert code == 1 and shown[-1] == "" and f"starting {engines.split(',')[-1]} ..." in shown[-3:]
 
 
-def test_a_report_that_does_not_exist_is_named_with_its_option(capsys):
-    assert bench.main(["--report", "none.json"]) == 2
-    assert "bench.py: --report none.json: there is no such file; pass the profile.json" in capsys.readouterr().err
-
-
 def test_rates_are_measured_before_and_after_and_the_larger_count(run):
     code, out, record = run(*SMALL, rates=fake_rates((1.0, 1e12), (1e18, 1.02e12)))
     assert code == 0 and record["rates"]["bandwidth"] == 1e18 and record["rates"]["matmul"] == {"float32": 1.02e12}
@@ -245,23 +239,6 @@ def test_rates_and_engines_have_processes_of_their_own(run):
 
     code, out, _ = run("--workload", "tiny", "--repeat", "1", profile=True, around=around)
     assert code == 0 and jobs == ["rates", "measure", "rates", "profile"] and "no profile: not needed here" in out
-
-
-def test_a_place_that_cannot_be_written_is_said_at_once(tiny_qwen3, tmp_path, capfd):
-    (tmp_path / "file").write_text("")
-    (tmp_path / "bad" / "cpu").mkdir(parents=True)
-    (tmp_path / "bad" / "cpu" / "tiny.json").write_text("{")
-    for arguments, said in (
-        (["--json", str(tmp_path / "file" / "out.json")], "--json"),
-        (["--json", str(tmp_path)], "is a folder"),
-        (["--save", "--results", str(tmp_path / "file")], "--results"),
-        (["--save", "--results", str(tmp_path / "bad")], "is not a file of kept results"),
-        (["--profile", "--profile-dir", str(tmp_path / "file" / "x")], "--profile-dir"),
-    ):
-        common = ["--model", str(tiny_qwen3), "--device", "cpu", "--in-process", "--workload", "tiny"]
-        assert bench.main([*common, *([] if "--profile" in arguments else ["--no-profile"]), *arguments]) == 2
-        captured = capfd.readouterr()
-        assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
 
 
 def test_what_was_measured_outlives_what_fails_after_it(run, tmp_path, monkeypatch):
@@ -322,23 +299,6 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         kept.write_text(json.dumps(runs))
         code, out, _ = run(*SMALL, "--check")
         assert code == expected and ("FELL custom: share of the limit" in out) == bool(expected)
-
-
-def test_arguments(capfd, tmp_path):
-    args = bench.parser().parse_args(["--dtype", "bf16", "--kv-cache-dtype", "fp16"])
-    assert (args.dtype, args.kv_cache_dtype) == ("bfloat16", "float16")
-    assert bench.main(["--preset", "qwen3-0.6", "--in-process"]) == 2
-    assert "did you mean 'qwen3-0.6b'" in capfd.readouterr().err
-    for name in ("Qwen/Qwen3-0.6B", "gpt2", str(tmp_path)):  # what may be the id of a hub is not refused
-        check_model(name)
-
-
-def test_the_help_fits_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        bench.main(["--help"])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "usage: bench.py [options]" and max(map(len, lines)) <= 80
 
 
 def test_json_on_standard_output_comes_alone(tiny_qwen3, capfd):

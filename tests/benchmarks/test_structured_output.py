@@ -9,17 +9,8 @@ import pytest
 
 from benchmarks import structured_output
 from benchmarks.serving import dummy_tokenizer
-from benchmarks.structured_output import (
-    SAID,
-    Host,
-    Rates,
-    Stages,
-    in_threads,
-    mask_seconds,
-    print_masks,
-    print_rates,
-    step_ms,
-)
+from benchmarks.structured_output import SAID, Rates, Stages, in_threads, mask_seconds, print_masks, print_rates
+from benchmarks.structured_output_host import Host, step_ms
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.weights.tokenizer import load_tokenizer
