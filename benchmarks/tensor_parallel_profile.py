@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import record_function
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.bench.profiler import profiled, synchronize
 from nanovllm.bench.trace_reader import Step, Trace
 
 PROMPT, SKIPPED, RECORDED, UNRECORDED = 128, 64, 8, 64
@@ -96,29 +97,19 @@ def _recorded(engine: Any, count: int) -> tuple[list[dict[str, Any]], float]:
         engine.step()
     for _ in range(SKIPPED):
         engine.step()
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as recorder:
+    traces: list[dict[str, Any]] = []
+    with profiled(torch.cuda.is_available(), traces):
         for _ in range(RECORDED):
             with record_function(f"decode: {count} sequences"):
                 engine.step()
-        _synchronize()
+        synchronize()
     since = time.perf_counter()
     for _ in range(UNRECORDED):
         engine.step()
-    _synchronize()
+    synchronize()
     step_us = (time.perf_counter() - since) / UNRECORDED * 1e6
     for request in requests:
         engine.abort(request)
     while engine.has_unfinished:
         engine.step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorder.export_chrome_trace(str(path))
-        return json.loads(path.read_text(errors="replace"))["traceEvents"], step_us
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    return traces[0]["traceEvents"], step_us

@@ -19,6 +19,7 @@ from benchmarks.planner_proof.judging import in_words, judge_file, summary
 from benchmarks.planner_proof.problems import ALL
 from benchmarks.planner_proof.proof import Proof, prove
 from benchmarks.planner_proof.timing import GpuTimer
+from nanovllm.json_output import keep_json
 from nanovllm.plan.report import finite
 
 
@@ -92,8 +93,7 @@ def run(
             problems = {k: [p for p in ps if in_words(k, p) not in have] for k, ps in problems.items()}
 
         def write(proof: Proof) -> None:
-            document = merged(known, finite({**head, **proof.document()}))
-            _write(out, json.dumps(document, indent=1) + "\n")
+            keep_json(out, merged(known, finite({**head, **proof.document()})))
 
         with torch.inference_mode():
             left = limit - (time.monotonic() - began)
@@ -102,21 +102,13 @@ def run(
             # As in the document, what an earlier run measured of other problems stays.
             old = json.loads(times.read_text()) if times.exists() and goes_on else []
             new = [t["problem"] for t in proof.times]
-            _write(times, json.dumps([*(t for t in old if t["problem"] not in new), *proof.times]) + "\n")
+            keep_json(times, [*(t for t in old if t["problem"] not in new), *proof.times])
         print(f"{queue.num_kernels} kernels, {time.monotonic() - began:.0f} s", file=sys.stderr)
     finally:
         queue.close()
     write(proof)
     print(f"wrote {out}")
     print(docs_table.markdown([json.loads(out.read_text())]))
-
-
-def _write(path: Path, text: str) -> None:
-    """All at once: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(text)
-    part.replace(path)
 
 
 def merged(known: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:

@@ -49,13 +49,8 @@ def builtin(problem: Any, device: DeviceModel) -> Plan | None:
     if isinstance(problem, AttentionProblem):
         from nanovllm.kernels.triton.attention.prefill_plan import plan_prefill
 
-        chosen = plan_prefill(
-            problem.group,
-            problem.head_dim,
-            _dtype(problem.dtype).itemsize,
-            problem.query,
-            capability=device.capability // 10,
-        )
+        size, capability = _dtype(problem.dtype).itemsize, device.capability // 10
+        chosen = plan_prefill(problem.group, problem.head_dim, size, problem.query, capability=capability)
         tile = AttentionTile(chosen.rows, chosen.tile, chosen.warps, chosen.stages)
         return attention.predict(tile, problem, device)
     if isinstance(problem, ElementwiseProblem):

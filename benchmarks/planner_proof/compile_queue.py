@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+from benchmarks.planner_proof.timing import first_line
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import Plan
 
@@ -109,7 +110,7 @@ def compile_plan(problem: Any, plan: Plan, model: DeviceModel) -> str | None:
         with following(model, None):
             inputs.run(plan, inputs.sets[0])
     except Exception as e:  # noqa: BLE001 - whatever a compiler raises: the plan is then counted as failed
-        return f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:160]}"
+        return first_line(e)
     return None
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nanovllm.bench.result_tables import write_between_markers
+
 BEGIN, END = "<!-- planner:begin -->", "<!-- planner:end -->"
 NOT_MEASURED = "Not measured yet."
 
@@ -92,14 +94,5 @@ def words(problem: dict[str, Any]) -> str:
 
 
 def fill(path: Path, documents: Sequence[dict[str, Any]]) -> None:
-    """Replace what stands between the markers of a Markdown file.
-
-    Raises:
-        ValueError: the file lacks the markers.
-    """
-    text = path.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{path}: expected the markers {BEGIN} and {END}")
-    before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n\n{markdown(documents)}\n\n{END}{after}")
+    """Replace what stands between the markers of a Markdown file; a ValueError if it has none."""
+    write_between_markers(path, markdown(documents) + "\n", BEGIN, END)

@@ -13,6 +13,7 @@ from benchmarks.planner_proof.builtin_choice import with_builtin
 from benchmarks.planner_proof.problems import ALL, plan
 from benchmarks.planner_proof.timing import FIRST
 from nanovllm.hardware.gpu_presets import DeviceModel
+from nanovllm.json_output import keep_json
 from nanovllm.plan.report import finite
 from nanovllm.plan.resources import Plan
 
@@ -40,12 +41,8 @@ def judge(
     near = next(rank for rank in planned if seconds[rank] <= NOISE * least)
 
     def entry(rank: int) -> dict[str, Any]:
-        return {
-            "rank": rank,
-            "config": str(plans[rank].config),
-            "us": 1e6 * seconds[rank],
-            "predicted_us": 1e6 * plans[rank].seconds,
-        }
+        us = {"us": 1e6 * seconds[rank], "predicted_us": 1e6 * plans[rank].seconds}
+        return {"rank": rank, "config": str(plans[rank].config), **us}
 
     return {
         "first": entry(first), "best": entry(best), "share": seconds[best] / seconds[first],
@@ -97,10 +94,8 @@ def judged_again(document: dict[str, Any], times: Sequence[dict[str, Any]]) -> d
         few = plan(problems[words], model)
         plans, own = with_builtin(few, problems[words], model)
         seconds = {i: us_of[words][str(p.config)] / 1e6 for i, p in enumerate(plans) if str(p.config) in us_of[words]}
-        if (
-            own is not None and own not in seconds and shape["builtin"] is not None
-        ):  # planned by now, under another name
-            seconds[own] = shape["builtin"]["us"] / 1e6
+        if own is not None and shape["builtin"] is not None:  # it may be planned by now, under another name
+            seconds.setdefault(own, shape["builtin"]["us"] / 1e6)
         if not any(i < len(few) for i in seconds):
             raise ValueError(f"prove: nothing that is planned today was timed for {words}; measure anew")
         kept = {"candidates": len(few), "timed": len(seconds)}
@@ -120,5 +115,5 @@ def judge_file(out: Path | None, times: Path) -> None:
         found = judged_again(json.loads(out.read_text()), json.loads(times.read_text()))
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as e:
         raise ValueError(f"--judge: {out} and {times} are not of one run: {type(e).__name__}: {e}") from e
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    keep_json(out, found)
     print(f"rewrote {out}")

@@ -15,7 +15,7 @@ from benchmarks.planner_proof.builtin_choice import with_builtin
 from benchmarks.planner_proof.compile_queue import CompileQueue
 from benchmarks.planner_proof.judging import in_words, judge, summary
 from benchmarks.planner_proof.problems import plan
-from benchmarks.planner_proof.timing import sample
+from benchmarks.planner_proof.timing import first_line, sample
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import Plan
 
@@ -75,7 +75,7 @@ class Proof:
         }  # fmt: skip
 
     def fail(self, words: dict[str, Any], error: Exception) -> None:
-        self.errors.append({"problem": words, "reason": _first_line(error)})
+        self.errors.append({"problem": words, "reason": first_line(error)})
 
     def measure(self, p: Planned, deadline: float) -> None:
         """Time one problem and judge its plans."""
@@ -87,7 +87,7 @@ class Proof:
             if type(e).__name__ == "OutOfMemoryError":
                 self.fail(p.words, e)
             else:
-                self.stopped = f"{p.words}: {_first_line(e)}"
+                self.stopped = f"{p.words}: {first_line(e)}"
             return
         seconds = {p.chosen[i]: s for i, s in result.pop("seconds").items()}
         if result.pop("cut", False) or not any(i < p.num_kept for i in seconds):
@@ -154,7 +154,3 @@ def _planned(proof: Proof, model: DeviceModel, most: int, queue: CompileQueue | 
             continue
         found.append(Planned(kind, problem, plans, chosen, len(kept), own))
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"

@@ -35,6 +35,11 @@ _TOLERANCE = {"float32": 1e-4, "tfloat32": 5e-3, "float16": 5e-3, "bfloat16": 2e
 """Largest error over the largest value of the reference."""
 
 
+def first_line(error: Exception) -> str:
+    """An error in one line of a table."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"
+
+
 def sample(plans: Sequence[Plan], most: int) -> list[int]:
     """Which plans to time: all, or `most` of them: the first half by rank, the others evenly spaced over the rest."""
     if not most or len(plans) <= most:
@@ -161,7 +166,7 @@ class GpuTimer:
                         if (best is not None and seconds >= best) or right(i):
                             found[i] = seconds
                     except Exception as e:  # noqa: BLE001 - whatever a compiler or launcher raises
-                        reason = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:160]}"
+                        reason = first_line(e)
                         torch.cuda.synchronize()  # a broken context ends the run here
                 if reason is not None:
                     failed.append({"config": str(p.config), "reason": reason})

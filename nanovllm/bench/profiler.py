@@ -60,11 +60,11 @@ def profile(job: Job, llm_class: Any) -> dict[str, Any]:
 
     @contextmanager
     def recorded() -> Iterator[None]:
-        with _profiled(on_gpu, windows), record_function(WINDOW), instrument.recording():
+        with profiled(on_gpu, windows), record_function(WINDOW), instrument.recording():
             yield
 
     if on_gpu:
-        with _profiled(on_gpu, []):  # the first use of the device's profiler is slow
+        with profiled(on_gpu, []):  # the first use of the device's profiler is slow
             torch.zeros(1, device="cuda").add_(1)
     unprofiled = _drive(engine, instrument, _shifted(items, 2, engine), recorded, memory)
     trace = merge(windows)
@@ -124,12 +124,12 @@ def _drive(
         with recorded():
             # If prompts are piggybacked, the second step may have some, with few decodes.
             steps(1 if core.runner.fast.piggyback is not None else PREFILL_STEPS, keep=True)
-            _synchronize()
+            synchronize()
         while (late := not_begun()) and core.has_unfinished:
             if 2 * len(late) <= len(requests) and instrument.last_step.kind.value == "piggybacked":
                 with recorded():
                     steps(DECODE_STEPS, keep=True)
-                    _synchronize()
+                    synchronize()
                 for request in not_begun():
                     core.abort(request)
                 break
@@ -139,7 +139,7 @@ def _drive(
         steps(max(0, min(SKIPPED_STEPS, shortest - PREFILL_STEPS - 3 * DECODE_STEPS)))
         with recorded():
             steps(DECODE_STEPS, keep=True)
-            _synchronize()
+            synchronize()
         return _step_microseconds(core, requests)
     finally:
         for request in requests:
@@ -165,18 +165,18 @@ def _step_microseconds(core: Any, requests: Sequence[Any]) -> float | None:
     """The mean time of the next steps; None if there are none, or no token came."""
     if not core.has_unfinished:
         return None
-    _synchronize()
+    synchronize()
     started, before = time.perf_counter(), sum(r.num_output_tokens for r in requests)
     count = 0
     while core.has_unfinished and count < DECODE_STEPS:
         core.step()
         count += 1
-    _synchronize()
+    synchronize()
     grew = sum(r.num_output_tokens for r in requests) - before
     return (time.perf_counter() - started) / count * 1e6 if grew else None
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -202,7 +202,7 @@ def _memory(core: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _profiled(on_gpu: bool, windows: list[dict[str, Any]]) -> Iterator[None]:
+def profiled(on_gpu: bool, windows: list[dict[str, Any]]) -> Iterator[None]:
     """Record what happens within, and add its trace to `windows`."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with torch.profiler.profile(activities=activities) as recorder:

@@ -210,14 +210,13 @@ def markdown(files: Sequence[Path]) -> str:
     return "\n".join(parts)
 
 
-def write_between_markers(path: Path, text: str) -> None:
-    """Replace what stands between the markers in a file; a ValueError if it has none."""
+def write_between_markers(path: Path, text: str, begin: str = BEGIN, end: str = END) -> None:
+    """Replace what stands between two markers in a file; a ValueError if it has none."""
     content = path.read_text()
-    if BEGIN not in content or END not in content.partition(BEGIN)[2]:
-        raise ValueError(f"{path} has no lines {BEGIN} and {END}, between which the tables go; add them")
-    before, _, rest = content.partition(BEGIN)
-    after = rest.partition(END)[2]
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+    before, _, rest = content.partition(begin)
+    if end not in rest:
+        raise ValueError(f"{path} has no lines {begin} and {end}, between which the tables go; add them")
+    path.write_text(f"{before}{begin}\n\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 def number(value: Any, digits: int = 0) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -195,10 +196,7 @@ class Measured:
     ) -> Measured:
         """client_seconds: processor time of the measuring process."""
         good = [request for request in requests if request.error is None]
-        errors: dict[str, int] = {}
-        for request in requests:
-            if request.error is not None:
-                errors[request.error] = errors.get(request.error, 0) + 1
+        errors = dict(Counter(request.error for request in requests if request.error is not None))
         gaps = [b - a for r in good for a, b in zip(r.times, r.times[1:])]
         seconds = max((r.end for r in good), default=0.0) - min((r.start for r in good), default=0.0)
         return cls(

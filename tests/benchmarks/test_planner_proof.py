@@ -239,7 +239,7 @@ def test_the_command_fills_tables_without_a_gpu(tmp_path, monkeypatch, capsys):
         assert "not a file of the planner's proof" in fails("--tables", "--docs", docs)
     docs.write_text("none")
     path.unlink()
-    assert "expected the markers" in fails("--tables", "--docs", docs)
+    assert "has no lines <!-- planner:begin -->" in fails("--tables", "--docs", docs)
     assert docs_table.markdown([]) == docs_table.NOT_MEASURED
 
 

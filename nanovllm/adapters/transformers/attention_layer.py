@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.adapters.transformers.attention import CACHES, NAME, RECORD, register_attention
 from nanovllm.adapters.transformers.norms import NormKind, Norms
 from nanovllm.adapters.transformers.patches import Packed
-from nanovllm.adapters.transformers.probe import is_linear, random, run, same, stand_in
+from nanovllm.adapters.transformers.probe import hooked, is_linear, random, run, same, stand_in
 from nanovllm.adapters.transformers.selected import Call, differentiated
 
 Tensor = torch.Tensor
@@ -127,7 +127,7 @@ class AttentionCalls:
         q, k, v = heads.split(kind.sizes, 1)
         positions, table = self.angles.table(cos, sin, batch)
         norm = kind.head_norm
-        if norm is not None and self.qk_norm_rope is not None and not _hooked(module.q_norm, module.k_norm):
+        if norm is not None and self.qk_norm_rope is not None and not hooked(module.q_norm, module.k_norm):
             weights = module.q_norm.weight, module.k_norm.weight
             q, k = self.qk_norm_rope(positions, q, k, *weights, norm.eps, table)
         else:
@@ -136,10 +136,6 @@ class AttentionCalls:
             q, k = self.rope(positions, q, k, table)
         q, k, v = (x.view(batch, tokens, -1, kind.head_dim).transpose(1, 2) for x in (q, k, v))
         return q, k, v
-
-
-def _hooked(*modules: nn.Module) -> bool:
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
 
 
 def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str | None:

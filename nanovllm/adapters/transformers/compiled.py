@@ -19,19 +19,13 @@ from torch import nn
 
 from nanovllm.adapters.transformers.attention import CALL
 from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches
-from nanovllm.adapters.transformers.probe import stand_in
+from nanovllm.adapters.transformers.probe import hooked, stand_in
 
 STAND_IN = "_nanovllm_stand_in"
 """Of a patched model: its `StandIn`."""
 _NOT_COPIED = (
-    CALL,
-    ATTRIBUTE,
-    STAND_IN,
-    "_nanovllm_stack",
-    "get_compiled_call",
-    "_compiled_call",
-    "_last_compile_config",
-)
+    CALL, ATTRIBUTE, STAND_IN, "_nanovllm_stack", "get_compiled_call", "_compiled_call", "_last_compile_config",
+)  # fmt: skip
 _KEPT_APART = frozenset([*_NOT_COPIED, "forward", *nn.Module().__dict__])
 """Of a stand-in and its model: the attributes that a call does not hand over."""
 _REPLACED = (*_NOT_COPIED[:4], "forward")
@@ -125,9 +119,9 @@ def _same(now: dict[str, Any], then: dict[str, Any]) -> bool:
 def _unlike_its_class(module: nn.Module, put_in: Any) -> bool:
     """Whether a call of the module does more than the forward of its class, apart from what was put in here."""
     attributes = module.__dict__
-    if module.training or module._forward_hooks or module._forward_pre_hooks:
+    if module.training or hooked(module) or "_hf_hook" in attributes:
         return True
-    if "_hf_hook" in attributes or attributes.get("_compiled_call_impl") is not None:
+    if attributes.get("_compiled_call_impl") is not None:
         return True
     return "forward" in attributes and attributes["forward"] != put_in
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanovllm.adapters.transformers.norms import NormKind, Norms
-from nanovllm.adapters.transformers.probe import random, run, same, stand_in
+from nanovllm.adapters.transformers.probe import hooked, random, run, same, stand_in
 from nanovllm.adapters.transformers.selected import Call, differentiated
 
 
@@ -104,8 +104,9 @@ def layer_forward(kind: LayerKind, norm: NormKind, call: Call, original: Callabl
         given = {**dict(zip(("hidden_states", *kind.defaults), args)), **kwargs}
         x = given.pop("hidden_states")
         # Hooks on the norm that is fused would not run.
-        hooked = second._forward_hooks or second._forward_pre_hooks
-        if hooked or differentiated(module, x) or x.dtype != second.weight.dtype or x.device != second.weight.device:
+        if hooked(second) or differentiated(module, x):
+            return original(module, *args, **kwargs)
+        if x.dtype != second.weight.dtype or x.device != second.weight.device:
             return original(module, *args, **kwargs)
         for name, default in kind.defaults.items():
             if name not in given and default is not inspect.Parameter.empty:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.adapters.transformers.probe import plain_parameter
+from nanovllm.adapters.transformers.probe import hooked, plain_parameter
 
 ATTRIBUTE = "_nanovllm_patches"
 """Of a patched model: its `Patches`."""
@@ -149,7 +149,7 @@ class Packed:
             for parameter in (layer.weight, *([] if layer.bias is None else [layer.bias])):
                 if (reason := plain_parameter(parameter)) is not None:
                     return reason
-            if layer._forward_hooks or layer._forward_pre_hooks:
+            if hooked(layer):
                 return "its projections have hooks"
             if (reason := foreign_forward(layer)) is not None:
                 return f"of a projection: {reason}"

@@ -66,6 +66,11 @@ def plain_parameter(parameter: Any) -> str | None:
     return None if parameter.is_contiguous() else "its weight is not contiguous"
 
 
+def hooked(*modules: nn.Module) -> bool:
+    """Whether calls of one of the modules run more than its forward."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+
+
 def is_linear(module: Any) -> bool:
     """Whether it is a plain linear layer, not a quantised or adapted one."""
     return type(module) is nn.Linear

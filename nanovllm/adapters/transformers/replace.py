@@ -23,7 +23,7 @@ from nanovllm.adapters.transformers.find_stack import layer_lists, stack_of
 from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forward
 from nanovllm.adapters.transformers.norms import Norms, norm_forward, unsuited_norm
 from nanovllm.adapters.transformers.patches import Packed, Patches, foreign_forward
-from nanovllm.adapters.transformers.probe import is_linear, plain_parameter
+from nanovllm.adapters.transformers.probe import hooked, is_linear, plain_parameter
 from nanovllm.adapters.transformers.report import Outcomes
 from nanovllm.adapters.transformers.selected import Call, Selection, differentiated
 from nanovllm.adapters.transformers.stack import Stack, install
@@ -63,9 +63,8 @@ class Replacing:
             elif isinstance(module, nn.Embedding):
                 self._outcomes.left(module, "embedding", "it computes more than rows of a table")
             elif sum(p is not None and p.dim() == 3 for p in module._parameters.values()) > 1:
-                self._outcomes.left(
-                    module, "silu_and_mul", "products of several experts, for which there is no op here"
-                )
+                why = "products of several experts, for which there is no op here"
+                self._outcomes.left(module, "silu_and_mul", why)
             else:
                 self._layer(module)
         packed = {layer for m, kind in attention.items() if isinstance(kind, AttentionKind) for layer in kind.layers(m)}
@@ -102,9 +101,7 @@ class Replacing:
         self._patches.set_attribute(module, CALL, Chosen(call))
 
     def _call(self, op: str, weight: torch.Tensor) -> Call | str:
-        return (
-            self._selection.call(op, weight.device) if not weight.is_meta else "its weights are elsewhere (offloaded)"
-        )
+        return "its weights are elsewhere (offloaded)" if weight.is_meta else self._selection.call(op, weight.device)
 
     def _put(self, module: nn.Module, op: str, call: Call, forward: Any, why: str = "") -> None:
         if not self._selection.explicit:
@@ -149,10 +146,7 @@ class Replacing:
         fused: Call | str = "no head norms"
         if norm is not None and not norm.one_plus:
             fused = self._call("qk_norm_rope", layers[0].weight)
-            hooked = any(
-                module._modules[n]._forward_hooks or module._modules[n]._forward_pre_hooks for n in ("q_norm", "k_norm")
-            )
-            fused = "its head norms have hooks" if hooked else fused
+            fused = "its head norms have hooks" if hooked(module.q_norm, module.k_norm) else fused
         call = reason or self._call(op, layers[0].weight)
         if isinstance(call, str):
             return self._outcomes.left(module, op, call)
@@ -176,11 +170,8 @@ class Replacing:
             return self._outcomes.left(module, "linear", call)
         counts = self._selection.token_counts("linear", module.weight)
         if counts is not None and not any(n in counts for n in (1, 2, 4, 8, 16, 32, 64)):
-            return self._outcomes.left(
-                module,
-                "linear",
-                f"{call.provider} is not used with this weight: PyTorch's product is as fast or faster",
-            )
+            why = f"{call.provider} is not used with this weight: PyTorch's product is as fast or faster"
+            return self._outcomes.left(module, "linear", why)
         why = "for few tokens" if counts is not None else ""
         self._put(module, "linear", call, linear_forward(call, counts, type(module).forward), why)
 
