@@ -103,9 +103,8 @@ class CompletionAnswer(ChunkedAnswer):
             index = prompt_index * self._request.n + piece.index
             choice = self._choices.get(index)
             if choice is None:
-                wanted = self._request.logprobs
-                as_ids = self._request.return_tokens_as_token_ids
-                logprobs = None if wanted is None else CompletionLogprobs(wanted, as_ids=as_ids)
+                wanted, as_ids = self._request.logprobs, self._request.return_tokens_as_token_ids
+                logprobs = None if wanted is None else CompletionLogprobs(wanted, as_ids)
                 choice = self._choices[index] = _Choice(logprobs)
             frames.append(self._feed(index, choice, piece, first))
         return b"".join(frames)

@@ -45,15 +45,15 @@ def _most_likely(row: Row, num_top: int) -> list[int]:
 
 
 class CompletionLogprobs:
-    """The field `logprobs` of a completion: parallel lists. `offset` goes on from piece to piece of a stream.
+    """The field `logprobs` of a completion: parallel lists. `text_offset` goes on from piece to piece of a stream.
 
     as_ids: tokens are called by their ids.
     """
 
-    def __init__(self, num_top: int, offset: int = 0, as_ids: bool = False) -> None:
+    def __init__(self, num_top: int, as_ids: bool) -> None:
         self._num_top = num_top
         self._as_ids = as_ids
-        self._offset = offset
+        self._offset = 0
 
     def of(self, rows: Sequence[Row | None], token_texts: Sequence[str], token_ids: Sequence[int]) -> dict[str, Any]:
         """The log-probabilities as OpenAI's `logprobs`.
