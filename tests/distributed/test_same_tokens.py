@@ -1,4 +1,6 @@
-"""A model split over 2, 3 or 4 ranks writes the tokens of one rank, whatever the engine does to the batch."""
+"""A model split over 2, 3 or 4 ranks writes the tokens of one rank, whatever the engine does to the batch, and however
+its checkpoint is quantised. All is in one file, whose tests share the start of the ranks.
+"""
 
 import random
 from contextlib import nullcontext
@@ -8,9 +10,11 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.distributed.group import SINGLE
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
+from nanovllm.layers.packed_weight import PackedWeight
 from tests import tiny
 from tests.distributed.spmd import engine
 from tests.engine.fast.replayed import BACKEND, lengths_on_the_device
+from tests.weights.quantised_files import FORMATS, write
 
 MODELS = {
     "kv1-tied": ("qwen3", dict(num_attention_heads=4, num_key_value_heads=1, vocab_size=331, tie_word_embeddings=True)),
@@ -88,9 +92,9 @@ def served(group, directory, arguments):
 @pytest.mark.parametrize(
     "name, size",
     [
-        ("kv1-tied", 4), ("kv2", 4), ("kv3-tied", 2), ("bias", 2), ("phi3", 2), ("gemma3", 2), ("moe", 2),
+        ("kv1-tied", 2), ("kv2", 4), ("kv3-tied", 2), ("bias", 2), ("phi3", 2), ("gemma3", 2), ("moe", 2),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-            ("kv1-tied", 2), ("kv2", 2), ("kv3-tied", 4), ("bias", 4), ("qwen2", 2), ("smollm3", 2), ("gemma2", 2),
+            ("kv1-tied", 4), ("kv2", 2), ("kv3-tied", 4), ("bias", 4), ("qwen2", 2), ("smollm3", 2), ("gemma2", 2),
             ("phi3", 4), ("moe", 4),
         ]),
     ],
@@ -129,3 +133,72 @@ def answered(group, path):
 def test_smollm2_on_three_ranks(pool, smollm2_path):
     want = answered(SINGLE, smollm2_path)
     assert pool.run(3, answered, smollm2_path) == want and len(want) > 4
+
+
+# Quantised checkpoints: each rank reads its part of every tensor.
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+# With one KV head both ranks have a copy; with a head of 32 rows no rank has whole fp8 blocks of it.
+QUANTISED_HEADS = {
+    "one kv head": dict(num_key_value_heads=1),
+    "two kv heads": dict(),
+    "three": dict(num_attention_heads=6, num_key_value_heads=2),
+}
+
+
+def prompts():
+    rng = random.Random(7)
+    return [[rng.randrange(96) for _ in range(n)] for n in (1, 17, 40, 5)]
+
+
+def served_packed(group, directory, form=None):
+    """(the tokens of a few requests, how many layers have packed weights)."""
+    policy = FastPolicy(packed_weights=True)
+    made = engine(group, directory, use_custom_kernels=False, fast_policy=policy, quantization=form)
+    requests = [made.add_request(prompt, GREEDY) for prompt in prompts()]
+    while made.has_unfinished:
+        made.step()
+    packed = [m for m in made.runner.model.modules() if isinstance(m, PackedWeight)]
+    tokens = [seq.seq.output_token_ids for request in requests for seq in request.completions]
+    return tokens, len(packed)
+
+
+@pytest.mark.parametrize(
+    "name, heads",
+    [
+        ("fp8-block", "two kv heads"), ("fp8-tensor", "one kv head"), ("fp8-channel", "two kv heads"),
+        ("awq", "one kv head"), ("gptq", "two kv heads"), ("gptq-act-order", "two kv heads"),
+        ("gptq-asymmetric", "one kv head"), ("w4a16-asymmetric", "two kv heads"), ("w8a8", "three"),
+        ("mixed", "two kv heads"),
+    ],
+)  # fmt: skip
+def test_tokens_of_two_ranks(pool, tmp_path, name, heads):
+    reference = write(tmp_path, FORMATS[name], **QUANTISED_HEADS[heads])
+    tokens, packed = served_packed(SINGLE, tmp_path)
+    assert tokens[1] == tiny.greedy(reference, prompts()[1], GREEDY.max_tokens)
+    got, packed_too = pool.run(2, served_packed, tmp_path)
+    assert got == tokens
+    # What a part would cut is dequantised: the columns of down and output projections.
+    assert packed_too == packed or (name in ("fp8-block", "gptq-act-order") and packed_too >= packed - 4)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_weights_that_are_quantised_while_they_are_loaded(pool, tmp_path, form):
+    heads = dict(num_attention_heads=8, num_key_value_heads=8, head_dim=32)
+    tiny.save(tmp_path, "qwen3", hidden_size=128, intermediate_size=512, **heads)
+    alone = served_packed(SINGLE, tmp_path, form)
+    assert pool.run(2, served_packed, tmp_path, form) == alone and alone[1] == 8
+
+
+def test_blocks_of_a_gguf_file(pool, tmp_path):
+    gguf_files = pytest.importorskip("tests.weights.gguf_files")
+    path = gguf_files.tiny(tmp_path, "llama", "Q4_0")
+    alone = served_packed(SINGLE, path)
+    assert pool.run(2, served_packed, path) == alone and alone[1] == 9
+
+
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_a_tensor_of_several_shards_is_cut_for_each_rank(pool, tmp_path, name):
+    reference = write(tmp_path, FORMATS[name], "phi3", num_key_value_heads=1, partial_rotary_factor=0.5)
+    tokens, _ = served_packed(SINGLE, tmp_path)
+    assert tokens[1] == tiny.greedy(reference, prompts()[1], GREEDY.max_tokens)
+    assert pool.run(2, served_packed, tmp_path)[0] == tokens
