@@ -1,5 +1,6 @@
 """`nanovllm fuse` as a user runs it."""
 
+import functools
 import json
 import sys
 
@@ -8,6 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from nanovllm.cli.fuse import fuse
+from nanovllm.fuse import cpu_model
 from nanovllm.fuse.loop_nest import parse
 from nanovllm.fuse.tile_fusion import TileFusion
 from nanovllm.hardware.gpu_presets import device_model
@@ -44,6 +46,15 @@ def module(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(MODULE)
     return path
+
+
+measured_once = functools.cache(cpu_model.measure_cpu)
+
+
+@pytest.fixture(autouse=True)
+def one_measurement(monkeypatch):
+    """Of the CPU, for all tests: it takes seconds."""
+    monkeypatch.setattr(cpu_model, "measure_cpu", measured_once)
 
 
 ON_CPU = ("--measure", "--device", "cpu", "--no-compile")
