@@ -32,6 +32,7 @@ def parsed(line: str) -> dict:
         ("--disable-access-log-for-endpoints /health MODEL", {"positional": "MODEL"}, "has no effect: requests"),
         ("-pp 1 --no-enforce-eager", {}, "--pipeline-parallel-size has no effect"),
         ("--max_model_len 300 --served_model_name=x_y", {"max_model_len": 300, "served_model_name": ["x_y"]}, ""),
+        ("-m x.gguf -fa on --no-mmap --jinja", {"model": "x.gguf"}, "--no-mmap has no effect: the engine decides"),
         ("-- --swap-space", {"positional": "--swap-space"}, ""),
     ],
 )
@@ -53,6 +54,14 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
         ("--disable-radix-cache", "--disable-radix-cache: use --no-enable-prefix-caching"),
         ("--api-server-count 2", "--api-server-count: use --api-servers"),
         ("--model-path X", "--model-path: use --model"),
+        ("-c 4096", "--ctx-size: use --max-model-len"),
+        ("-np 4", "--parallel: use --max-num-seqs"),
+        ("-a name", "--alias: use --served-model-name"),
+        ("-t 4", "--threads: set the environment variable NANOVLLM_CPU_THREADS"),
+        ("-ngl 99", "--n-gpu-layers: all layers are on one device; use --device"),
+        ("--cache-type-k q8_0", "--cache-type-k: use --kv-cache-dtype"),
+        ("-n 5", "--n-predict: use max_tokens; for a server it is a field of each request"),
+        ("-p hi", "--prompt: pass the text without an option: nanovllm generate TEXT"),
         ("--speculative-config {}1", "--speculative-config: speculative decoding is not supported"),
     ],
 )

@@ -105,7 +105,7 @@ class _Engine:
     ] = None
     use_custom_kernels: Annotated[
         bool | None,
-        typer.Option(help="Custom kernels, or every op's PyTorch reference; by default as config.json says."),
+        typer.Option(help="Custom kernels, or every op's PyTorch reference; custom unless config.json turns them off."),
     ] = None
     kernel_plugin: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""Options of `vllm serve` and SGLang's server, in `nanovllm serve`, `chat` and `generate`."""
+"""Options of vLLM's, SGLang's and llama.cpp's servers, in `nanovllm serve`, `chat` and `generate`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,17 @@ _SHORT = {
     "-dp": "--data-parallel-size",
     "-q": "--quantization",
     "-O": "--optimization-level",
+    "-m": "--model",
+    "-a": "--alias",
+    "-c": "--ctx-size",
+    "-n": "--n-predict",
+    "-p": "--prompt",
+    "-t": "--threads",
+    "-ngl": "--n-gpu-layers",
+    "-np": "--parallel",
+    "-fa": "--flash-attn",
 }
-"""Short options of vLLM and SGLang."""
+"""Short options of vLLM, SGLang and llama.cpp."""
 
 SERVER_ARGUMENTS = table(
     ("tool calls are found by the chat template", None, "enable_auto_tool_choice tool_call_parser tool_parser_plugin"
@@ -38,8 +47,19 @@ SERVER_ARGUMENTS = table(
     ("use api_servers", (), "api_server_count"),
     ("use cors_origin", (), "allowed_origins"),
     ("use otlp_endpoint", (), "otlp_traces_endpoint"),
+    # Options of llama.cpp.
+    ("use max_model_len", (), "ctx_size"),
+    ("use max_num_seqs", (), "parallel"),
+    ("use served_model_name", (), "alias"),
+    ("use kv_cache_dtype", (), "cache_type_k cache_type_v"),
+    ("use temperature; for a server it is a field of each request", (), "temp"),
+    ("use max_tokens; for a server it is a field of each request", (), "n_predict predict"),
+    ("pass the text without an option: nanovllm generate TEXT", (), "prompt"),
+    ("set the environment variable NANOVLLM_CPU_THREADS to the number of threads", (), "threads threads_batch"),
+    ("all layers are on one device; use device", (), "n_gpu_layers gpu_layers"),
+    ("the engine decides this itself", None, "mlock mmap jinja cont_batching flash_attn"),
 )  # fmt: skip
-"""Arguments of vLLM's and SGLang's servers that their engines do not have."""
+"""Arguments of the servers of vLLM, SGLang and llama.cpp that the engines of the first two do not have."""
 
 _FLAGS = frozenset(
     "trust_remote_code fully_sharded_loras skip_mm_profiling language_model_only worker_use_ray calculate_kv_scales"
@@ -48,7 +68,7 @@ _FLAGS = frozenset(
     " scheduler_reserve_full_isl fail_on_environ_validation multi_step_stream_outputs specialize_active_lora"
     " guided_decoding_disable_fallback guided_decoding_disable_any_whitespace kv_sharing_fast_prefill"
     " allow_deprecated_quantization tokens_only async_engine data_parallel_hybrid_lb data_parallel_external_lb"
-    " data_parallel_multi_port_external_lb".split()
+    " data_parallel_multi_port_external_lb mlock mmap jinja cont_batching".split()
 )
 _ARE_FLAGS = ("enable_", "disable_", "use_")
 _HAVE_VALUES = frozenset(["disable_access_log_for_endpoints"])
@@ -75,7 +95,7 @@ def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]
     rest = iter(range(len(args)))
     for i in rest:
         given, equals, value = args[i].partition("=")
-        given = _SHORT.get(given, given)
+        given = given if given in known else _SHORT.get(given, given)
         if given not in known and given.replace("_", "-") in known:
             given = given.replace("_", "-")
         name = given.removeprefix("--").replace("-", "_")

@@ -84,7 +84,8 @@ class EngineOptions:
     max_logprobs: Annotated[int, _option("Most log-probabilities that a request may ask for.")] = 20
     seed: Annotated[int | None, _option("Seed for requests that have none.")] = None
     use_custom_kernels: Annotated[
-        bool | None, _option("Custom kernels, or every op's PyTorch reference; by default as config.json says.")
+        bool | None,
+        _option("Custom kernels, or every op's PyTorch reference; custom unless config.json turns them off."),
     ] = None
     kernel_plugin: Annotated[
         list[str] | None, _option("A Python file or module with kernels of your own; repeatable.", metavar="FILE")

@@ -87,7 +87,9 @@ class Exchange:
         default = b"" if b"origin" in self.headers else b"application/json"
         kind = self.headers.get(b"content-type", default).split(b";")[0].strip().lower()
         if kind != b"application/json":
-            raise ApiError(415, "content-type: must be application/json")
+            given = kind.decode("latin-1")
+            remedy = "must be application/json; with curl add -H 'content-type: application/json'"
+            raise ApiError(415, f"content-type={given[:80]!r}: {remedy}")
         if (packed := self.headers.get(b"content-encoding", b"identity").lower()) != b"identity":
             raise ApiError(415, f"content-encoding: {packed.decode('latin-1'):.40}: send the body as it is")
         body = await self.body(max_bytes, timeout)

@@ -119,8 +119,12 @@ _NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "previous_input_messages": ([],), "guided_json": (), "guided_regex": (), "guided_choice": (),
     "guided_grammar": (), "structural_tag": (),
     "chat_template": (), "lora_request": (), "logits_processors": ([],), "prompt_embeds": (),
+    # llama.cpp's
+    "n_predict": (), "n_probs": (0,), "json_schema": (), "grammar": ("",), "content": (), "cache_prompt": (True,),
+    "samplers": (), "min_keep": (0,), "mirostat": (0,), "typical_p": (1, 1.0), "top_a": (0, 0.0),
+    "dry_multiplier": (0, 0.0), "xtc_probability": (0, 0.0), "enable_thinking": (),
 }  # fmt: skip
-"""Fields of OpenAI's and vLLM's requests that this server does not have, with the values that are the same as none."""
+"""Fields of OpenAI, vLLM and llama.cpp that this server lacks, with the values that are the same as none."""
 
 _REMEDIES = {
     "use_beam_search": "beam search is not supported; use n for several completions",
@@ -143,7 +147,19 @@ _REMEDIES = {
     "guided_regex": 'pass structured_outputs={"regex": ...}',
     "guided_choice": 'pass structured_outputs={"choice": ...}',
     "guided_grammar": 'pass structured_outputs={"grammar": ...}',
-}
+    "grammar": 'pass structured_outputs={"grammar": ...}',
+    "json_schema": 'pass structured_outputs={"json": ...}',
+    "enable_thinking": 'pass chat_template_kwargs={"enable_thinking": ...}',
+    "lora_request": "LoRA is not supported; merge the adapter into the weights",
+    "n_predict": "use max_tokens",
+    "n_probs": "use logprobs",
+    "content": "pass a text as prompt, or a conversation as messages",
+    "prompt": "send the text as a message, or to /v1/completions",
+    "cache_prompt": "the prefix cache is always used; pass a cache_salt to keep prompts apart",
+} | dict.fromkeys(
+    ("samplers", "min_keep", "mirostat", "typical_p", "top_a", "dry_multiplier", "xtc_probability"),
+    "this filter is not supported; use top_k, top_p or min_p",
+)
 
 
 def parse(data: dict[str, Any], kind: type[T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import signal
 import socket
@@ -89,8 +90,10 @@ class Listener:
                 (self.host, self.port), family=family, backlog=_BACKLOG, reuse_port=shared, dualstack_ipv6=both
             )
         except (OSError, OverflowError) as error:
+            number = getattr(error, "errno", None) or 0  # of a name that is not found: negative
+            why = os.strerror(number) if number > 0 else str(error)
             raise ValueError(
-                f"cannot listen at {self.host}:{self.port} ({error}); choose another --host or --port"
+                f"cannot listen at {self.host}:{self.port}: {why}; choose another --host or --port"
             ) from None
 
     def open_several(self, count: int) -> list[socket.socket]:

@@ -144,7 +144,7 @@ def _from_hub(model_id: str) -> Path:
         raise FileNotFoundError(
             f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
             f": {_why_not(e)}; or pass a directory or a .gguf file"
-        ) from e
+        ) from None  # the hub's own traceback is a page long and says no more
 
 
 def _nowhere(name: str) -> str:

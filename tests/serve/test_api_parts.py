@@ -25,7 +25,7 @@ def test_several_sockets_share_a_port_that_no_other_server_has():
     sockets = Listener(port=0).open_several(3)
     try:
         (port,) = {sock.getsockname()[1] for sock in sockets}
-        with pytest.raises(ValueError, match=f"cannot listen at 127.0.0.1:{port}"):
+        with pytest.raises(ValueError, match=f"127.0.0.1:{port}: Address already in use; choose another"):
             Listener(port=port).open_several(2)
     finally:
         for sock in sockets:

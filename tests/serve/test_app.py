@@ -107,6 +107,9 @@ def test_origins(guarded):
         "/v1/completions", content=b'{"prompt": "x"}', headers={"origin": "https://evil.example"}
     )
     assert sent.status_code == 415
+    assert sent.json()["error"]["message"] == (
+        "content-type='': must be application/json; with curl add -H 'content-type: application/json'"
+    )
     assert guarded.client.post("/v1/completions", content=b'{"prompt": "x", "max_tokens": 1}').status_code == 200
 
 

@@ -80,3 +80,27 @@ def test_what_is_said_of_a_field(kind, body, param, said):
 def test_values_that_ask_for_nothing_are_taken():
     nothing = dict(media_io_kwargs={}, return_token_offsets=False, ec_transfer_params={}, truncation_side="left")
     assert parse({"prompt": "x", **nothing}, CompletionRequest).prompt == "x"
+
+
+@pytest.mark.parametrize(
+    "name, value, remedy",
+    [
+        ("n_predict", 3, "use max_tokens"),
+        ("json_schema", {}, 'pass structured_outputs={"json": ...}'),
+        ("grammar", "root ::= x", 'pass structured_outputs={"grammar": ...}'),
+        ("enable_thinking", False, 'pass chat_template_kwargs={"enable_thinking": ...}'),
+        ("cache_prompt", False, "the prefix cache is always used; pass a cache_salt to keep prompts apart"),
+        ("min_keep", 1, "this filter is not supported; use top_k, top_p or min_p"),
+        ("lora_request", {}, "LoRA is not supported; merge the adapter into the weights"),
+        ("prompt", "hi", "send the text as a message, or to /v1/completions"),
+    ],
+)
+def test_fields_of_llama_cpp_say_what_to_send_here(name, value, remedy):
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ApiError) as error:
+        parse({"messages": messages, name: value}, ChatRequest)
+    assert error.value.param == name and error.value.message.endswith(f": {remedy}")
+
+
+def test_a_filter_of_llama_cpp_that_is_off_is_taken():
+    parse({"messages": [{"role": "user", "content": "hi"}], "mirostat": 0, "typical_p": 1.0}, ChatRequest)

@@ -123,6 +123,15 @@ def test_what_is_nowhere_while_offline(name, monkeypatch):
         not_found(FileNotFoundError, name, "could not be downloaded: HF_HUB_OFFLINE is set; unset it")
 
 
+def test_a_model_that_is_not_downloaded_is_one_error_without_the_hubs_traceback(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match="could not be downloaded") as error:
+        locate(EngineConfig("someone/no-such-model"))
+    assert error.value.__suppress_context__ and error.value.__cause__ is None
+
+
 @pytest.mark.parametrize(
     "kind, said",
     [
