@@ -62,7 +62,7 @@ def tokens(directory, policy, **arguments):
     found = []
     for kinds in LOADS:
         params = [
-            SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=8 + 4 * i, ignore_eos=kinds is not LOADS[2])
+            SamplingParams(**kinds[i % len(kinds)], seed=i, max_tokens=6 + 3 * i, ignore_eos=kinds is not LOADS[2])
             for i in range(len(prompts))
         ]
         outputs = llm.generate(prompts, params, use_tqdm=False)
