@@ -120,7 +120,7 @@ def test_on_and_off_and_the_price_of_each_op(run):
     op = all_ops()["rms_norm"]
 
     def slow(x, weight, eps):
-        time.sleep(0.1)  # far beyond what another process takes of the CPU
+        time.sleep(0.03)  # far beyond what another process takes of the CPU
         return op.native(x, weight, eps)
 
     with registered("rms_norm", slow, "slow"):

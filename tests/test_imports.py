@@ -190,13 +190,24 @@ def test_no_torch_in_what_decides(name):
     [
         ("import nanovllm, nanovllm.cli", ["torch", "numpy", "transformers", "rich", "triton", "gguf"]),
         ("from nanovllm import SamplingParams; import nanovllm.engine.scheduler, nanovllm.chat", ["torch", "typer"]),
-        ("from nanovllm import LLM", ["transformers", "rich", "typer"]),
     ],
 )
 def test_what_an_import_brings_along(statement, absent):
     code = f"import sys; {statement}; print([m for m in {absent} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.stdout.strip() == "[]"
+
+
+def test_an_engine_needs_no_typer():
+    """Nor what no module imports at its top: see `test_slow_packages_are_imported_where_they_are_used`."""
+    seen, todo = set(), ["llm", "async_llm", "frontend.engine_client"]
+    while todo:
+        if (module := todo.pop()) in MODULES and module not in seen:
+            seen.add(module)
+            at_top = [imported for imported, top in imports(module) if top]
+            assert "typer" not in {imported.split(".")[0] for imported in at_top}, module
+            todo += [imported.removeprefix("nanovllm").lstrip(".") or "__init__" for imported in at_top]
+    assert {"engine.llm_engine", "kernels.ops.sample"} <= seen
 
 
 def test_no_pickle_anywhere():

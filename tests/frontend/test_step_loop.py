@@ -192,14 +192,14 @@ def test_an_abort_inside_of_a_step_waits_for_its_end(asynchronous):
 
 def test_aborting_many_that_wait_takes_time_in_proportion():
     engine = simulated_engine(max_num_seqs=1)
-    requests = [engine.add_request([1], endless()) for _ in range(20_000)]
+    requests = [engine.add_request([1], endless()) for _ in range(10_000)]
     engine.step()
     for request in requests[1::2] + requests[2::2]:
         engine.abort(request)
     began = time.process_time()
     engine.step()
-    assert time.process_time() - began < 1  # 0.05 s; 3.5 s when each was searched for
-    assert [r.finished for r in requests] == [False] + [True] * 19_999
+    assert time.process_time() - began < 0.4  # 0.03 s; 0.9 s when each was searched for
+    assert [r.finished for r in requests] == [False] + [True] * 9_999
     drain(engine)
 
 
