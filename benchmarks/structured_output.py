@@ -28,7 +28,7 @@ from benchmarks.serving import dummy_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import Request
 from nanovllm.engine.token_masks import MaskTimes
-from nanovllm.structured.constraint import ConstraintMaker
+from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.structured.mask_filler import THREADS
 from nanovllm.weights.demo_model import demo_model_path
 
@@ -203,6 +203,8 @@ def mask_seconds(llm: LLM, num_constrained: int, num_steps: int) -> list[list[fl
         for constraint in constraints:
             start = time.thread_time()
             constraint.fill(mask)
+            if not constraint.is_plain:
+                constraint.restrict([], mask)
             steps[-1].append(time.thread_time() - start)
             ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             constraint.take([int(ids[rng.randrange(len(ids))])])

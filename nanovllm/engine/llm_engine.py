@@ -23,7 +23,8 @@ from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.hardware.devices import select_device
 from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint
+from nanovllm.structured.constraint import TokenConstraint
+from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.weights.bare_tokenizer import whole_tokenizer
 from nanovllm.weights.checkpoint import Checkpoint, locate
 from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer

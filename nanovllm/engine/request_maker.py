@@ -11,7 +11,7 @@ from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
 from nanovllm.engine.prompts import Prompt, PromptReader
 from nanovllm.engine.request import Request
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured.constraint import ConstraintMaker
+from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.wording import brief

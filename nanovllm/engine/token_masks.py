@@ -240,6 +240,8 @@ class _Job:
         start = time.perf_counter()
         tokens: list[int] = []
         if self._index and self._latest is not None:
+            for constraint in self.constraints:
+                constraint.prepare()
             with on_device(self.buffers.device):  # a thread of its own begins with the first GPU
                 tokens = self._latest.token_ids()
         self._latest = None  # each result refers to its masks

@@ -177,10 +177,19 @@ class MaskFiller:
             interpreter until it fills masks comes now: then, the caller could have the interpreter.
         """
         work = self._matchers(constraints)
+        changing = [k for k, (_, i) in enumerate(work) if constraints[i].has_fillers]
         masks[:] = -1
+
+        def begin() -> None:
+            if first is not None:
+                first()
+            for k in changing:
+                i = work[k][1]
+                work[k] = constraints[i].filler, i
+
         # In a thread even one grammar is filled in one call without the interpreter: Python would wait for it.
         parallel_from = 1 if beside else _PARALLEL_MASKS
-        return Filling(lambda: self._fill_these(work, constraints, masks, parallel_from), first, last, end)
+        return Filling(lambda: self._fill_these(work, constraints, masks, parallel_from), begin, last, end)
 
     def submit(self, filling: Filling) -> bool:
         """Run it in the thread, which does one after the other in order; False: there is no thread."""
@@ -209,7 +218,7 @@ class MaskFiller:
         working = [i for i, c in enumerate(constraints) if c.matcher is not None]
         # A thread takes neighbours: those of a group would wait for it.
         working.sort(key=lambda i: constraints[i].group)
-        return [(constraints[i].matcher, i) for i in working]
+        return [(constraints[i].filler, i) for i in working]
 
     def _fill_these(
         self, work: list[tuple[Any, int]], constraints: Sequence[TokenConstraint], masks: np.ndarray, parallel_from: int

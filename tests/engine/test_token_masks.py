@@ -7,7 +7,7 @@ import torch
 from nanovllm import SamplingParams
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.token_masks import ConstrainedRow, MaskBuilder, TokenMasks
-from nanovllm.structured.constraint import ConstraintMaker
+from nanovllm.structured.constraint_maker import ConstraintMaker
 from tests.devices import DEVICE
 
 pytestmark = pytest.mark.any_device

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputs
-from nanovllm.structured.constraint import ConstraintMaker, _Grammar
+from nanovllm.structured.constraint_maker import ConstraintMaker, _Grammar
 from nanovllm.structured.grammar import plain_error
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import GrammarsBusyError

@@ -9,7 +9,8 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.structured import mask_filler
-from nanovllm.structured.constraint import ConstraintMaker, TokenConstraint
+from nanovllm.structured.constraint import TokenConstraint
+from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.structured.mask_filler import Filling, MaskFiller
 from tests.structured.test_constraint import END, SIZE, TOKENIZER, ids, one
 
