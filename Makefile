@@ -60,7 +60,7 @@ check: $(VENV)/.installed-demo,test,check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/python docs/check.py
-	$(BIN)/mypy --num-workers 2
+	$(BIN)/mypy
 
 docs: $(VENV)/.installed-demo,docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
