@@ -110,7 +110,7 @@ def test_the_kernels(architecture, options):
 
     def run():
         out = model.generate(
-            **given, max_new_tokens=3, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
+            **given, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True, **options
         )
         return torch.stack(out.logits), out.sequences
 

@@ -95,7 +95,8 @@ def some(names):
 @pytest.mark.parametrize("name", EXPORTED)
 def test_opcheck(name):
     op = all_ops()[name]
-    opcheck(getattr(torch.ops.nanovllm, name).default, op.records.flat.bind(**next(cases(op))).args)
+    *_, arguments = cases(op)  # the first of `linear_gguf` are of a kind whose decoding takes seconds to trace
+    opcheck(getattr(torch.ops.nanovllm, name).default, op.records.flat.bind(**arguments).args)
 
 
 @pytest.mark.parametrize("name", some(EXPORTED))
