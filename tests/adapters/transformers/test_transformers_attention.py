@@ -193,7 +193,7 @@ def test_a_compiled_model_is_one_graph_with_the_ops_in_it(padded):
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_compiled_model_keeps_its_own_code_but_for_the_attention(padded, monkeypatch):
     """Inductor fuses the rest itself, unless the user names ops."""
-    model, given, graphs = tiny("Qwen3").requires_grad_(False), prompts("left"), Graphs()
+    model, given, graphs = tiny("Qwen3", num_hidden_layers=1).requires_grad_(False), prompts("left"), Graphs()
     if not padded:
         given = {"input_ids": given["input_ids"]}
     expected = logits(model, given, use_cache=False)
@@ -210,7 +210,7 @@ def test_a_compiled_model_keeps_its_own_code_but_for_the_attention(padded, monke
 
 def test_positions_that_a_caller_gives_may_be_of_packed_sequences():
     """Compiled code cannot ask, so its mask is transformers'."""
-    model, ids = tiny("Qwen3").requires_grad_(False), torch.arange(3, 13)[None]
+    model, ids = tiny("Qwen3", num_hidden_layers=1).requires_grad_(False), torch.arange(3, 13)[None]
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
     own = logits(model, {"input_ids": ids, "position_ids": positions}, use_cache=False)
     with apply(model, ops=["attention_dense", *OPERATORS, "attention_decode"]):
@@ -222,7 +222,7 @@ def test_positions_that_a_caller_gives_may_be_of_packed_sequences():
 
 
 def test_a_compiled_model_whose_tokens_see_later_ones_keeps_its_mask():
-    model, ids = tiny("Qwen3").requires_grad_(False), torch.arange(3, 13)[None]
+    model, ids = tiny("Qwen3", num_hidden_layers=1).requires_grad_(False), torch.arange(3, 13)[None]
     causal = logits(model, {"input_ids": ids}, use_cache=False)
     model.config.is_causal = False
     own = logits(model, {"input_ids": ids}, use_cache=False)
@@ -235,7 +235,7 @@ def test_a_compiled_model_whose_tokens_see_later_ones_keeps_its_mask():
 
 
 def test_a_step_that_generate_compiles_is_one_graph_with_the_ops_in_it():
-    model, given, graphs = tiny("Qwen3").requires_grad_(False), prompts("left"), Graphs()
+    model, given, graphs = tiny("Qwen3", num_hidden_layers=1).requires_grad_(False), prompts("left"), Graphs()
     options = {"max_new_tokens": 4, "do_sample": False, "cache_implementation": "static"}
     expected = model.generate(**given, **options, disable_compile=True)
     # A function, since the configuration is copied with what is in it.

@@ -47,7 +47,7 @@ class WithState(transformers.Qwen3ForCausalLM):
 
 
 def test_a_compiled_step_reads_and_sets_what_the_model_keeps():
-    model = tiny("Qwen3").requires_grad_(False)
+    model = tiny("Qwen3", num_hidden_layers=1).requires_grad_(False)
     model.__class__ = WithState
     given = [prompts(), {name: tensor.roll(2, 0) for name, tensor in prompts("left").items()}]
     expected = [model.generate(**g, **STATIC, disable_compile=True) for g in given]
@@ -73,7 +73,7 @@ def test_modules_without_replaced_code_are_not_copied():
 
 
 def test_a_pickle_has_the_method_of_the_class():
-    model = tiny("Qwen3").requires_grad_(False)
+    model = tiny("Qwen3", num_hidden_layers=1).requires_grad_(False)
     try:
         torch.save(model, io.BytesIO())
     except AttributeError:  # the package `kernels` puts local classes into it
