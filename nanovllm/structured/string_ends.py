@@ -14,6 +14,8 @@ from nanovllm.structured.string_masks import NEAR, PROBE, StringMasks, string_ma
 
 _BEHIND = 512
 """Tokens that the second matcher may be behind: it moves on when its mask is needed, or when there are more."""
+_SOON = 8
+"""Tokens outside of strings, from which on it moves on while there is time: all sequences could be behind at once."""
 _QUOTE, _BACKSLASH = b'"\\'
 _IGNORED = {
     "type", "title", "description", "default", "examples", "$comment", "$schema", "readOnly", "writeOnly",
@@ -138,7 +140,7 @@ class StringEnd:
 
     def prepare(self) -> None:
         """Do now what `take` would do soon; called while there is time."""
-        if self._behind and self._inside and self._others is not None and self._at_least <= 2 * NEAR:
+        if self._behind and self._others is not None and (self._inside or len(self._behind) >= _SOON):
             self._catch_up()
 
     def _read(self, piece: bytes) -> None:
