@@ -56,9 +56,14 @@ def importing_engine() -> Iterator[None]:
         handler.interrupt_if_pressed()
 
 
+def is_interactive() -> bool:
+    """Whether this is a prompt of Python or a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or "IPython" in sys.modules
+
+
 def _importing_script() -> str:
     """The name of the script whose import statement has led here; "" at a prompt, in a notebook, below a framework."""
-    if hasattr(sys, "ps1") or sys.flags.interactive or "IPython" in sys.modules:
+    if is_interactive():
         return ""
     frame = sys._getframe()
     while frame.f_back and frame.f_globals.get("__name__") in (__name__, "nanovllm", "contextlib", *_IMPORTS):

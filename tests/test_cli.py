@@ -62,7 +62,13 @@ def test_an_op_whose_plugin_was_forgotten_is_told_of_the_option():
         for command in ("why", "list", "verify", "bench", "show"):
             done = run_here("kernels", command, name)
             assert done.returncode == 1 and said in done.stderr, done.stderr
-            assert done.stderr.endswith("; an op of yours needs --kernel-plugin FILE\n"), done.stderr
+            proposal = " An" if said.endswith("?") else "; an"
+            assert done.stderr.endswith(f"{proposal} op of yours needs --kernel-plugin FILE\n"), done.stderr
+
+
+def test_an_argument_that_may_be_repeated_has_the_type_of_one_value():
+    shown = run_here("generate", "--help").stdout
+    assert "  PROMPT... <str>     One or more prompts" in shown and "list[" not in shown
 
 
 def test_errors_of_the_example_name_its_options():

@@ -85,6 +85,11 @@ class EngineCommand(TyperCommand):
         known = {name: p for p in self.params for name in (*p.opts, *p.secondary_opts)}
         return super().parse_args(ctx, list(_without_foreign(args, known)))
 
+    def get_help(self, ctx: Any) -> str:
+        """The help text. Of an argument that may be repeated it has the type of one value: PROMPT... <str>."""
+        text = super().get_help(ctx)
+        return re.sub(r"(\w+) <list\[(\w+)\]>", lambda m: f"{m[1]}... <{m[2]}>".ljust(len(m[0])), text)
+
 
 def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]:
     """The arguments without the options of other engines. As for vLLM, `--max_model_len` is `--max-model-len`.

@@ -91,7 +91,8 @@ def only(ops: dict[str, Op], name: str) -> Op:
         if name.endswith(".py"):
             raise ValueError(f"unknown op {name!r}; a file of kernels is named by --kernel-plugin {name}") from None
         message = str(e).replace(" got an unknown argument", "unknown op")
-        raise ValueError(f"{message}; an op of yours needs --kernel-plugin FILE") from None
+        next_one = " An" if message.endswith("?") else "; an"
+        raise ValueError(f"{message}{next_one} op of yours needs --kernel-plugin FILE") from None
     return ops[name]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import warnings
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -124,8 +125,10 @@ def _from_hub(model_id: str) -> Path:
     """A hub id's directory in the local cache, downloaded if it is not there."""
     if model_id.startswith((".", "/", "~")):
         raise FileNotFoundError(_nowhere(model_id))
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="IProgress not found")  # in a notebook; a bar of text is shown
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     if model_id.lower() in PRESETS:
         raise ValueError(

@@ -121,6 +121,9 @@ def test_what_is_nowhere_while_offline(name, monkeypatch):
     not_found(FileNotFoundError, name, repr(name))
     if name == "someone/no-such-model":
         not_found(FileNotFoundError, name, "could not be downloaded: HF_HUB_OFFLINE is set; unset it")
+        with pytest.raises(FileNotFoundError) as error:
+            locate(EngineConfig(name))
+        assert error.value.__suppress_context__  # no hundred lines of the hub's client
 
 
 def test_a_model_that_is_not_downloaded_is_one_error_without_the_hubs_traceback(monkeypatch):

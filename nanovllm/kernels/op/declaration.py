@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nanovllm.arguments import reject_unknown
+from nanovllm.early_exit import is_interactive
 from nanovllm.kernels.op.argument_check import ArgumentCheck
 from nanovllm.kernels.op.inputs import Cost, Inputs
 from nanovllm.kernels.op.provider import (
@@ -143,9 +144,14 @@ class OpDeclaration:
         return register
 
     def add(self, provider: Provider) -> None:
-        """Register a provider. One that a plugin adds without an origin gets the plugin as its origin."""
+        """Register a provider. One that a plugin adds without an origin gets the plugin as its origin.
+
+        At a prompt and in a notebook it replaces one that was defined there: people run a cell again.
+        """
         known = self.providers.get(provider.name)
-        if known is not None:
+        if known is not None and known.origin == provider.origin == "__main__" and is_interactive():
+            self.remembered.clear()
+        elif known is not None:
             whose = f", from {known.origin}" if known.origin else ""
             raise ValueError(
                 f"op {self.name!r} already has a provider {provider.name!r}{whose}; give yours another name"

@@ -49,7 +49,7 @@ class Op(OpDeclaration):
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError as e:
-            raise TypeError(f"{self.name}: {e}") from None
+            raise TypeError(f"{self.name}: {e}; it takes ({', '.join(self.parameters)})") from None
         self.check(self.records.flatten(bound.arguments))
         return self.run(bound)
 
@@ -134,5 +134,6 @@ def op(native: Callable[..., Any] | None = None, **declaration: Any) -> Any:
     declared = Op(native, **declaration)
     add_op(declared)
     if declared.exported and current_plugin() is None:  # a plugin's ops are added when all of it has loaded
+        torch_library.unregister(declared.name)  # of a cell that is run again
         torch_library.register_or_warn(declared)
     return declared

@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+from nanovllm.early_exit import is_interactive
+
 if TYPE_CHECKING:
     from nanovllm.kernels.op.dispatch import Op
     from nanovllm.kernels.op.provider import Provider
@@ -50,8 +52,13 @@ def set_loaded(name: str, plugin: LoadedPlugin) -> None:
 
 
 def add_op(declared: Op) -> None:
-    """Register an op; a ValueError if there is one of its name."""
-    if declared.name in _OPS:
+    """Register an op; a ValueError if there is one of its name.
+
+    At a prompt and in a notebook it replaces one that was defined there, without the providers of that one.
+    """
+    known = _OPS.get(declared.name)
+    at_prompt = [o is not None and o.origin is None and o.native.__module__ == "__main__" for o in (known, declared)]
+    if known is not None and not (all(at_prompt) and is_interactive()):
         origin = _OPS[declared.name].origin
         raise ValueError(f"op {declared.name!r} is declared twice" + (f", before by {origin}" if origin else ""))
     _OPS[declared.name] = declared

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import linecache
 import re
 import signal
+import sys
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -17,6 +19,9 @@ _ACCESS = re.compile(r" in \w*(load|store|atomic)")
 """In Triton's interpreter the function that accesses memory is named for what it does."""
 _WIDER_DTYPE = re.compile(r"Expected dtype \[[^]]*'fp32'[^]]*\] but got (bf16|fp16)")
 """Such as of `tl.exp`, which Triton has for wide floats only."""
+_FUNCTION_OF_TORCH = re.compile(r"must be Tensor, not (tensor|constexpr)\b")
+"""PyTorch's words for a block of Triton."""
+_NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
@@ -104,6 +109,11 @@ def _hint(message: str) -> str:
         return "; is `@triton.jit` missing above the kernel?"
     if _WIDER_DTYPE.search(message):
         return "; convert to float32 first: x.to(tl.float32)"
+    if _FUNCTION_OF_TORCH.search(message):
+        return "; a kernel calls functions of triton.language, such as tl.sigmoid, not of torch"
+    if (missing := _NO_ATTRIBUTE.search(message)) is not None:
+        near = difflib.get_close_matches(missing[2], dir(sys.modules.get(missing[1])), n=1)
+        return f"; did you mean {near[0]!r}?" if near else ""
     return ""
 
 

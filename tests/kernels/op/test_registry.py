@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -55,9 +57,11 @@ def test_the_kernels_of_an_engine_as_a_table_of_a_notebook():
     assert "<td>&lt;onednn&gt;</td>" in page and "<summary>2 PyTorch references</summary>sample, softmax<" in page
 
 
-def test_a_call_with_other_arguments_names_the_op():
-    with pytest.raises(TypeError, match="^double: missing a required argument: 'x'$"):
+def test_a_call_with_other_arguments_names_the_op_and_its_parameters():
+    with pytest.raises(TypeError, match=r"^double: missing a required argument: 'x'; it takes \(x\)$"):
         Op(double)()
+    with pytest.raises(TypeError, match=r"^double: too many positional arguments; it takes \(x\)$"):
+        Op(double)(1, 2)
 
 
 def test_providers_register_beside_the_reference():
@@ -182,3 +186,44 @@ def test_a_provider_can_be_asked_by_name_whether_it_accepts_a_call():
         for provider in declared.providers.values():
             if provider.accepts is not None:
                 inspect.signature(provider.accepts).bind(**dict.fromkeys(names))
+
+
+CELL = """
+import torch
+from nanovllm.kernels import op
+
+@op
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return {factor} * x
+
+@tripled.provider("mine", support=lambda device: None)
+def mine(x):
+    return {factor} * x
+"""
+PROVIDER_CELL = """
+from nanovllm.kernels import silu_and_mul
+
+@silu_and_mul.provider("mine")
+def mine(gate_up):
+    return gate_up[..., :2] + {factor}
+"""
+
+
+@pytest.mark.parametrize("cell, call", [(CELL, "tripled"), (PROVIDER_CELL, "silu_and_mul")])
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_cell_of_a_notebook_can_be_run_again(cell, call, prompt, tmp_path):
+    """In a script, two providers or ops of a name are a mistake still."""
+    program = f"import sys, torch\n{'sys.ps1 = 1' if prompt else ''}\n"
+    for factor in (2, 3):
+        use = "torch.ops.nanovllm.tripled(x), " if call == "tripled" else ""
+        program += cell.format(factor=factor) + f"x = torch.zeros(1, 4) + 1\nwith {call}.use('mine'):\n    "
+        program += f"print([y.flatten()[0].item() for y in ({use}{call}(x),)])\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    values = [line.strip("[]").split(", ") for line in done.stdout.splitlines()]
+    first, second = ("2.0", "3.0") if call == "tripled" else ("3.0", "4.0")
+    if prompt:
+        assert [set(line) for line in values] == [{first}, {second}], done.stdout + done.stderr
+        assert done.stderr == ""
+    else:
+        assert set(values[0]) == {first} and len(values) == 1
+        assert "is declared twice" in done.stderr or "already has a provider 'mine', from __main__" in done.stderr

@@ -77,3 +77,16 @@ def test_a_dtype_that_a_function_of_triton_does_not_take(how, line, runs, begin,
     done = subprocess.run([sys.executable, "it.py"], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.stdout.startswith(begin) and f"`{line}`" in done.stdout, done.stdout + done.stderr
     assert done.stdout.endswith("; convert to float32 first: x.to(tl.float32)\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how, remedy", [
+    ("tl.sigmoidd(tl.load(x + i))", "did you mean 'sigmoid'?"),
+    ("torch.sigmoid(tl.load(x + i))", "a kernel calls functions of triton.language, such as tl.sigmoid, not of torch"),
+])  # fmt: skip
+def test_a_function_that_triton_does_not_have(how, remedy, tmp_path):
+    pytest.importorskip("triton")
+    (tmp_path / "it.py").write_text(NARROW.format(how=how) + INTERPRETED)
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "it.py"], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert f"`tl.store(y + i, {how}, i < n)`; {remedy}\n" in done.stdout, done.stdout + done.stderr
