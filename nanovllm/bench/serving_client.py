@@ -9,6 +9,7 @@ import asyncio
 import json
 import ssl
 import time
+import urllib.error
 import urllib.request
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -196,7 +197,6 @@ def _lines(data: bytes, start: int, chunked: bool) -> Any:
 
 def get_json(target: Target, name: str) -> Any:
     """GET /v1/{name}. Raises: ValueError: there is no such answer."""
-
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     parts = urlsplit(target.url)
     request = urllib.request.Request(f"{parts.scheme}://{parts.netloc}{target.path(name)}", headers=headers)
@@ -204,5 +204,9 @@ def get_json(target: Target, name: str) -> Any:
     try:
         with opener.open(request, timeout=30) as answer:
             return json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        keyed = error.code in (401, 403)
+        remedy = "pass --api-key KEY, or set OPENAI_API_KEY" if keyed else "is it a server with OpenAI's interface?"
+        raise ValueError(f"{request.full_url}: HTTP {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{request.full_url}: {type(error).__name__}: {error}; is a server there?") from None

@@ -93,6 +93,10 @@ def test_a_server(tmp_path):
         assert get_json(target, "models")["data"][0]["id"] == "model"
         wrong = measure(Target(server.url, "completions", "model", "wrong"), Load(2))
         assert wrong.num_failed == 2 and "status 401" in next(iter(wrong.errors))
+        with pytest.raises(ValueError, match="HTTP 401 Unauthorized; pass --api-key KEY, or set OPENAI_API_KEY"):
+            get_json(Target(server.url, "completions", "model", "wrong"), "models")
+        with pytest.raises(ValueError, match="HTTP 404 Not Found; is it a server with OpenAI's interface"):
+            get_json(target, "no-such-route")
         server.assert_idle()
     gone = measure(target, Load(1))
     assert "Connection" in next(iter(gone.errors))
