@@ -16,6 +16,15 @@ namespace nanovllm {
 constexpr int EXACT_PARTS = 3;
 constexpr int AMX_TOKENS = 32;  // from which on AMX is faster: weights take a while to become what it reads
 constexpr int ROUNDED_TOKENS = 5;  // from which on bfloat16 weights that round are multiplied with pairs of activations
+// Tokens from which on weights that are floats become panels (products.cpp). Fewer read the weights once or twice as they are.
+constexpr int PANEL_FROM = 17;
+// Whether codes become panels of floats as well. Without VNNI a product of three bytes and its sums take as many
+// instructions as four products of floats.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+constexpr bool PANELS_OF_CODES = true;
+#else
+constexpr bool PANELS_OF_CODES = false;
+#endif
 #if defined(__AVX512BF16__)
 constexpr bool CAN_ROUND = true;  // the processor multiplies pairs of bfloat16
 #else
@@ -40,7 +49,7 @@ struct alignas(64) Split {
 struct Tokens {
     int64_t count, stride;  // elements of a row
     const float* values;    // [count][stride]
-    const void* integers;   // Integers<P> [count][groups], if quantised weights are multiplied without AMX
+    const void* integers;   // Integers<P> [count][groups], if quantised weights are multiplied with them; else null
     const Split* splits;    // [ceil(count / 16)][EXACT_PARTS][groups], parts add up to the floats; null: not by AMX
     const Floats* sums;     // [ceil(count / 16)][groups] of 16 tokens, of each one's 32 activations; if by AMX
     const uint32_t* pairs;  // [count][stride / 2] of bfloat16, the earlier column in the lower half; or null
@@ -66,7 +75,7 @@ class Activations {
             splits_.resize(EXACT_PARTS * sums_.size());
         } else if (parts == 1) {
             one_.resize(count * groups);
-        } else if (parts == EXACT_PARTS) {
+        } else if (parts == EXACT_PARTS && (!PANELS_OF_CODES || count < PANEL_FROM)) {
             exact_.resize(count * groups);
         }
         if (CAN_ROUND && rounds && splits_.empty() && count >= ROUNDED_TOKENS) pairs_.resize((size_t)count * stride_ / 2);

@@ -91,8 +91,7 @@ inline void quantised_tiles(const Weight& w, int64_t begin, int64_t end, const T
 
 // ---- Weights that are floats
 
-constexpr int FEW = 8;         // tokens that one pass over the weights takes
-constexpr int FEW_PASSES = 2;  // passes up to which reading the weights anew is cheaper than the panels of `many`
+constexpr int FEW = 8;  // tokens that one pass over the weights takes
 // A panel: weights of some rows and columns as floats, in the first-level cache, that are multiplied with PANEL_TOKENS tokens
 // at once. Registers hold a sum for each row and token: as a product takes four cycles, at least eight must be independent.
 #if defined(__AVX512F__)
@@ -104,6 +103,8 @@ constexpr int PANEL_TOKENS = 2, PANEL_TILES = 2;
 #endif
 constexpr int PANEL_ROWS = PANEL_TILES * TILE;
 constexpr int PANEL_GROUPS = 16 / PANEL_TILES;  // of 32 columns: a panel of floats takes 32 KiB
+// Columns whose products are one sum: sums of sums are as exact as products of integers. They take 2 % of the time.
+constexpr int SUMMED = PANELS_OF_CODES ? 64 : PANEL_GROUPS * GROUP;
 // An element of a panel: a float, or a pair of bfloat16, which are two columns.
 template <typename Element>
 constexpr int COLUMNS_OF = std::is_same_v<Element, float> ? 1 : 2;
@@ -195,17 +196,22 @@ inline void add_element(Register& to, const Register& weights, const uint32_t* x
 template <int COUNT, typename Element>
 __attribute__((noinline)) void panel_times(const Element* panel, int64_t size, const Element* x, int64_t stride, float* sums) {
     constexpr int LENGTH = sizeof(Register) / sizeof(float), WIDTH = PANEL_ROWS / LENGTH;
-    Register acc[COUNT][WIDTH];
-    for (int m = 0; m < COUNT; m++)
-        for (int i = 0; i < WIDTH; i++) acc[m][i] = load<Register>(sums + m * PANEL_ROWS + i * LENGTH);
-    for (int64_t k = 0; k < size; k++) {
-        Register weights[WIDTH];
-        for (int i = 0; i < WIDTH; i++) weights[i] = load<Register>(panel + k * PANEL_ROWS + i * LENGTH);
+    for (int64_t begin = 0; begin < size; begin += SUMMED) {
+        Register acc[COUNT][WIDTH] = {};
+        const int64_t end = std::min<int64_t>(size, begin + SUMMED);
+        for (int64_t k = begin; k < end; k++) {
+            Register weights[WIDTH];
+            for (int i = 0; i < WIDTH; i++) weights[i] = load<Register>(panel + k * PANEL_ROWS + i * LENGTH);
+            for (int m = 0; m < COUNT; m++)
+                for (int i = 0; i < WIDTH; i++) add_element(acc[m][i], weights[i], x + m * stride + k);
+        }
         for (int m = 0; m < COUNT; m++)
-            for (int i = 0; i < WIDTH; i++) add_element(acc[m][i], weights[i], x + m * stride + k);
+            for (int i = 0; i < WIDTH; i++) {
+                float* to = sums + m * PANEL_ROWS + i * LENGTH;
+                store(to, load<Register>(to) + acc[m][i]);
+            }
+        asm volatile("" ::: "memory");  // or GCC copies all sums to the stack and back
     }
-    for (int m = 0; m < COUNT; m++)
-        for (int i = 0; i < WIDTH; i++) store(sums + m * PANEL_ROWS + i * LENGTH, acc[m][i]);
 }
 
 // The same for 1 to COUNT tokens.
@@ -224,7 +230,20 @@ inline Element* panel_memory() {
 // Group j of the super-block at `block`, a tile, as elements of a panel. Of pairs its weights are bfloat16.
 template <typename T>
 inline void to_panel(const uint8_t* block, int j, float* panel) {
-    for (int i = 0; i < GROUP; i++) store(panel + i * PANEL_ROWS, T::column(block, j, i));
+    if constexpr (T::IS_FLOATS)
+        for (int i = 0; i < GROUP; i++) store(panel + i * PANEL_ROWS, T::column(block, j, i));
+    else {
+        Codes codes[VECTORS];
+        T::codes(block, j, codes);
+        for (int h = 0; h < T::SCALES; h++) {
+            const Rows scale = T::scale(block, j, h);
+            // What a code of zero stands for: exact, so that each weight is rounded once.
+            const Rows zero = T::MINIMUM ? T::minimum(block, j) : scale * -(float)T::CENTRE;
+#pragma GCC unroll 4
+            for (int i = h * GROUP / T::SCALES; i < (h + 1) * GROUP / T::SCALES; i++)
+                store(panel + i * PANEL_ROWS, scale * column_of(codes[i / 4], i % 4) + zero);
+        }
+    }
 }
 template <typename T>
 inline void to_panel(const uint8_t* block, int, uint32_t* panel) {
@@ -295,17 +314,19 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
             return amx_tiles<T, EXACT_PARTS>(w, begin, end, x, out);
         }
 #endif
+        const auto panels = [&](auto values) {
+            for (int64_t tile = begin; tile < end; tile += PANEL_TILES)
+                many<T>(w, tile, (int)std::min<int64_t>(PANEL_TILES, end - tile), x, values, out);
+        };
         if constexpr (!T::IS_FLOATS) {
+            if constexpr (PANELS_OF_CODES)
+                if (!x.integers) return panels(x.values);
             if (w.parts == 1) quantised_tiles<T, 1>(w, begin, end, x, out);
             else quantised_tiles<T, EXACT_PARTS>(w, begin, end, x, out);
         } else {
-            const auto panels = [&](auto values) {
-                for (int64_t tile = begin; tile < end; tile += PANEL_TILES)
-                    many<T>(w, tile, (int)std::min<int64_t>(PANEL_TILES, end - tile), x, values, out);
-            };
             if constexpr (CAN_ROUND && std::is_same_v<typename T::Source, BF16>)
                 if (w.rounds && x.pairs) return panels(x.pairs);
-            if (x.count > FEW * FEW_PASSES) return panels(x.values);
+            if (x.count >= PANEL_FROM) return panels(x.values);
             for (int64_t m = 0; m < x.count; m += FEW)
                 few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);
         }

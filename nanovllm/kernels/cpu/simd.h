@@ -100,6 +100,11 @@ inline Rows operator*(Rows a, float b) {
     return a;
 }
 
+inline Rows operator+(Rows a, const Rows& b) {
+    for (int i = 0; i < REGISTERS; i++) a.at[i] += b.at[i];
+    return a;
+}
+
 inline Rows operator-(Rows a) {
     for (int i = 0; i < REGISTERS; i++) a.at[i] = -a.at[i];
     return a;
@@ -283,6 +288,19 @@ inline float float_of_bits(int32_t bits) {
 // ---- Codes
 
 typedef uint16_t CodePairs __attribute__((vector_size(REGISTER)));
+
+// Byte i of each lane.
+inline Rows column_of(const Codes& codes, int i) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    auto eight = [&](int rows) {
+        const __m256i lanes = _mm256_srli_epi32(_mm256_loadu_si256((const __m256i*)&codes + rows), 8 * i);
+        return _mm256_cvtepi32_ps(_mm256_and_si256(lanes, _mm256_set1_epi32(255)));
+    };
+    return Rows(eight(0), eight(1));
+#else
+    return to_floats((((Ints)codes >> 8 * i) & 255));
+#endif
+}
 
 // to = fn of the codes at `from`, register by register, with two codes to an element. GCC makes scalars of integer vectors
 // that are longer than a register, and copies them in pieces. A shift moves bits across to the neighbouring code: mask
