@@ -265,8 +265,7 @@ class Benchmark:
                 changed = _changes(before, rates)
                 if changed:
                     say(
-                        f"measured again: {changed}; shares of the limit above are of the first values, those from here"
-                        " on of the larger ones"
+                        f"measured again: {changed}; the table above uses the first values, saved results the larger ones"
                     )
                 if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
                     say(f"measured on {rates.device}: {further}")
