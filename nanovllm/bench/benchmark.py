@@ -264,9 +264,7 @@ class Benchmark:
                     results.add_shares(row, self.record.rates)
                 changed = _changes(before, rates)
                 if changed:
-                    say(
-                        f"measured again: {changed}; the table above uses the first values, saved results the larger ones"
-                    )
+                    say(f"measured again: {changed}; the table above uses the first values, saved results the larger")
                 if further := _products({k: v for k, v in rates.matmul.items() if k not in before.matmul}):
                     say(f"measured on {rates.device}: {further}")
                 return
