@@ -60,7 +60,7 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
         ("-t 4", "--threads: set the environment variable NANOVLLM_CPU_THREADS"),
         ("-ngl 99", "--n-gpu-layers: all layers are on one device; use --device"),
         ("--cache-type-k q8_0", "--cache-type-k: use --kv-cache-dtype"),
-        ("-n 5", "--n-predict: use max_tokens; for a server it is a field of each request"),
+        ("-n 5", "--n-predict: use the field max_tokens of each request"),
         ("-p hi", "--prompt: pass the text without an option: nanovllm generate TEXT"),
         ("--speculative-config {}1", "--speculative-config: speculative decoding is not supported"),
     ],

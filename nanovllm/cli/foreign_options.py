@@ -52,14 +52,17 @@ SERVER_ARGUMENTS = table(
     ("use max_num_seqs", (), "parallel"),
     ("use served_model_name", (), "alias"),
     ("use kv_cache_dtype", (), "cache_type_k cache_type_v"),
-    ("use temperature; for a server it is a field of each request", (), "temp"),
-    ("use max_tokens; for a server it is a field of each request", (), "n_predict predict"),
+    ("use temperature", (), "temp"),
+    ("use max_tokens", (), "n_predict predict"),
     ("pass the text without an option: nanovllm generate TEXT", (), "prompt"),
     ("set the environment variable NANOVLLM_CPU_THREADS to the number of threads", (), "threads threads_batch"),
     ("all layers are on one device; use device", (), "n_gpu_layers gpu_layers"),
     ("the engine decides this itself", None, "mlock mmap jinja cont_batching flash_attn"),
 )  # fmt: skip
 """Arguments of the servers of vLLM, SGLang and llama.cpp that the engines of the first two do not have."""
+
+_REQUEST_FIELDS = {name: f"the field {name} of each request" for name in ("temperature", "max_tokens")}
+"""Options of `generate` and `chat` which `serve` lacks."""
 
 _FLAGS = frozenset(
     "trust_remote_code fully_sharded_loras skip_mm_profiling language_model_only worker_use_ray calculate_kv_scales"
@@ -144,6 +147,6 @@ def _parsed(value: str) -> Any:
 
 def _as_options(answer: str, known: Mapping[str, Any]) -> str:
     """The answer with the names of this command's options as they are typed."""
-    options = {p.name: p.opts[0] for p in known.values() if p.opts[0].startswith("--")}
+    options = _REQUEST_FIELDS | {p.name: p.opts[0] for p in known.values() if p.opts[0].startswith("--")}
     options |= {f"{p.name}=False": p.secondary_opts[0] for p in known.values() if p.secondary_opts}
     return re.sub(r"(?<=use )\w+(=False)?|\b\w+_\w+\b", lambda word: options.get(word[0], word[0]), answer)

@@ -31,7 +31,7 @@ class ApiKeys:
         digest = _digest(key.strip())
         # Every digest is compared: the time tells neither which key it is nor how much of it is right.
         if not sum([hmac.compare_digest(digest, own) for own in self._digests]):
-            said = "wrong API key" if key else "no API key: send the header Authorization: Bearer KEY"
+            said = f"{'wrong' if key else 'no'} API key: send one of the server's keys as Authorization: Bearer KEY"
             raise ApiError(401, said, code="invalid_api_key")
         return digest.hex()[:12]
 

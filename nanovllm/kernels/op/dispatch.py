@@ -72,7 +72,7 @@ class Op(OpDeclaration):
         if reason is None:
             reason = self.refusal(provider, *bound.args, **bound.kwargs)
         if reason is not None:
-            raise ValueError(f"use({forced!r}): {self.name} cannot run there with these arguments: {reason}")
+            raise ValueError(f"use({forced!r}): the provider of {self.name} does not take these arguments: {reason}")
         return self._traced(bound) if traced else self._call(provider, bind(self.name, provider), bound, fresh)
 
     def _call(self, provider: Provider, fn: Callable[..., Any], bound: inspect.BoundArguments, fresh: bool) -> Any:
