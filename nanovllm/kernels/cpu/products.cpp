@@ -50,14 +50,14 @@ inline void tile_times(const Weight& w, int64_t tile, const Tokens& x, int64_t t
 #else
     constexpr int AT_ONCE = P == 1 ? 8 : 4;
 #endif
-    constexpr int AHEAD = 2048;
+    constexpr int AHEAD = 2048, PIECE = T::BYTES / T::GROUPS;
     const int64_t blocks = blocks_of<T>(w.columns);
     const uint8_t* block = w.data + tile * blocks * T::BYTES;
     Floats acc[M] = {};
     for (int64_t b = 0; b < blocks; b++, block += T::BYTES) {
-        // Tiles follow each other in memory.
-        for (int i = 0; i < T::BYTES; i += 64) __builtin_prefetch(block + AHEAD + i);
         for (int j = 0; j < T::GROUPS; j++) {
+            // Tiles follow each other in memory. A whole super-block at once would hold up the loads of its groups.
+            for (int i = 0; i < PIECE; i += 64) __builtin_prefetch(block + AHEAD + j * PIECE + i);
             const Integers<P>* group = x.group<P>(token, b * T::GROUPS + j);
             Codes codes[VECTORS];
             T::codes(block, j, codes);
