@@ -58,13 +58,11 @@ class TokenConstraint:
         self.num_taken += len(new)
         if self.matcher is None or not new or self.broken:
             return
-        end, self._end = self._end, None  # gone if an interrupt comes before it has the tokens
         if not self.matcher.consume_tokens(new):
             error = f"the grammar does not allow the tokens {new}: {plain_error(self.matcher.get_error())}"
             self._break(error, self.num_taken)
-        elif end is not None:
-            end.take(new)
-            self._end = end
+        elif self._end is not None:
+            self._end.take(new)
 
     def prepare(self) -> None:
         """Called before `take`, while there is time: what `take` has to do then takes less."""

@@ -86,6 +86,7 @@ class StringEnd:
     Args:
         shared: of the vocabulary.
         matcher: the sequence's; it has taken the tokens before `take` is called. Its text is JSON from the beginning.
+            It is asked for masks alone: work of any other kind could take it beyond llguidance's limits.
         others: a matcher of the same grammar with the vocabulary `shared.others`, at its beginning.
         literals: from `literals`.
 
@@ -131,8 +132,7 @@ class StringEnd:
         self._behind += tokens
         if self._inside and self._free and not self._odd and not self._escape and self._at_least <= NEAR:
             if not self._exact:
-                self._at_least = self._matcher.validate_tokens(self._shared.probe)
-                self._exact = self._at_least < PROBE
+                self._look()
             if self._exact and 1 <= self._at_least <= NEAR:
                 self.left = self._at_least
         if self.left or len(self._behind) > _BEHIND:
@@ -140,7 +140,7 @@ class StringEnd:
 
     def prepare(self) -> None:
         """Do now what `take` would do soon; called while there is time."""
-        if self._behind and self._others is not None and (self._inside or len(self._behind) >= _SOON):
+        if self._others is not None and (self._inside or len(self._behind) >= _SOON):
             self._catch_up()
 
     def _read(self, piece: bytes) -> None:
@@ -165,7 +165,16 @@ class StringEnd:
             index = bisect_left(self._literals, self._content)
             self._free = not (index < len(self._literals) and self._literals[index].startswith(self._content))
 
+    def _look(self) -> None:
+        """Find out how many characters are left."""
+        self._catch_up()
+        if self._others is not None:
+            self._at_least = self._others.validate_tokens(self._shared.probe)
+            self._exact = self._at_least < PROBE
+
     def _catch_up(self) -> None:
+        if not self._behind:
+            return
         byte_ids = self._shared.byte_ids
         tokens = [byte_ids[byte] for byte in self._shared.decode(self._behind)]
         self._behind.clear()
@@ -235,7 +244,8 @@ def _agrees(made: StringMasks, vocabulary: Any) -> bool:
     grammar = LLMatcher.grammar_from_json_schema({**schema, "additionalProperties": False})
     whole = LLMatcher(vocabulary, grammar, log_level=0)
     end = StringEnd(made, whole, LLMatcher(made.others, grammar, log_level=0), literals(schema) or [])
-    begin = vocabulary.greedy_tokenize('{"x":"') + made.probe[:1]
+    letter = vocabulary.greedy_tokenize("a")
+    begin = vocabulary.greedy_tokenize('{"x":"') + letter
     if not whole.consume_tokens(begin):
         return False
     end.take(begin)
@@ -245,7 +255,7 @@ def _agrees(made: StringMasks, vocabulary: Any) -> bool:
             return False
         made.complete(mask, left)
         expected = np.frombuffer(whole.compute_bitmask(), np.int32)[: len(mask)]
-        if not np.array_equal(mask, expected) or not whole.consume_tokens(made.probe[:1]):
+        if not np.array_equal(mask, expected) or not whole.consume_tokens(letter):
             return False
-        end.take(made.probe[:1])
+        end.take(letter)
     return end.left == 0

@@ -31,21 +31,20 @@ class StringMasks:
     """What a vocabulary's masks of strings are made of. See `string_masks`.
 
     Attributes:
-        lengths: by token: the characters of a plain token in ASCII; 0: it is none, or has more than `NEAR`.
+        lengths: by token: the characters of a plain token; 0: it is none, has more than `NEAR`, or has a part of one.
         others: llguidance's vocabulary without the plain tokens, but with all single bytes.
         byte_ids: by byte: its token in `others`. They are plain tokens of the model.
-        probe: tokens of the model's vocabulary for `PROBE` characters.
+        probe: tokens of `others` for `PROBE` characters.
     """
 
     def __init__(
-        self, vocabulary: Any, others: Any, byte_ids: Sequence[int], fitting: np.ndarray, in_ascii: np.ndarray,
-        probe: int,
-    ) -> None:  # fmt: skip
-        """fitting: [NEAR, vocab_size] bool, the plain tokens of at most 1, 2, ... characters; in_ascii: [vocab_size]
-        bool; probe: a token of one letter.
+        self, vocabulary: Any, others: Any, byte_ids: Sequence[int], fitting: np.ndarray, whole: np.ndarray
+    ) -> None:
+        """fitting: [NEAR, vocab_size] bool, the plain tokens of at most 1, 2, ... characters; whole: [vocab_size] bool,
+        those of whole characters.
         """
-        self.lengths = np.where(fitting[-1] & in_ascii, 1 + fitting.argmax(0), 0).astype(np.uint8).tobytes()
-        self.others, self.byte_ids, self.probe = others, byte_ids, [probe] * PROBE
+        self.lengths = np.where(fitting[-1] & whole, 1 + fitting.argmax(0), 0).astype(np.uint8).tobytes()
+        self.others, self.byte_ids, self.probe = others, byte_ids, [byte_ids[ord("a")]] * PROBE
         self._decode: Callable[[list[int]], bytes] = vocabulary.decode_bytes
         not_bytes = np.ones(fitting.shape[1], bool)
         not_bytes[byte_ids] = False
@@ -97,17 +96,18 @@ def string_masks(vocabulary: Any, end_token_ids: Sequence[int]) -> StringMasks |
 
     plain = allowed(f"{_PLAIN}+")
     fitting = np.stack([allowed(f"{_PLAIN}{{1,{n}}}") for n in range(1, NEAR + 1)])
-    probe = vocabulary.greedy_tokenize("a")
     free = np.flatnonzero(plain)
-    if len(probe) != 1 or len(free) < 256:
+    if len(free) < 256:
         return None
-    # Special tokens are in no string. llguidance decodes them to texts, which no regex allows as tokens.
+    whole = allowed(f"{_ASCII}+")
+    for token in np.flatnonzero(fitting[-1] & ~whole).tolist():
+        whole[token] = _is_whole(vocabulary.decode_bytes([token]))
+    # Special tokens are in no string. llguidance decodes them to texts, which no regex allows as tokens. Nor does one
+    # allow tokens that begin within a character, and these masks are not used there.
     text = allowed(r"(?s:.+)")
     pieces = [b""] * size
-    for token in np.flatnonzero(~plain).tolist():
-        piece = vocabulary.decode_bytes([token])
-        if text[token] or _begins_inside(piece):
-            pieces[token] = piece
+    for token in np.flatnonzero(text & ~plain).tolist():
+        pieces[token] = vocabulary.decode_bytes([token])
     byte_ids = free[:256].tolist()
     for byte, token in enumerate(byte_ids):
         pieces[token] = bytes([byte])
@@ -115,12 +115,16 @@ def string_masks(vocabulary: Any, end_token_ids: Sequence[int]) -> StringMasks |
         TokenizerWrapper(_Pieces(pieces, byte_ids, end_token_ids)), n_vocab=size, eos_token=list(end_token_ids),
         slices=[],
     )  # fmt: skip
-    return StringMasks(vocabulary, others, byte_ids, fitting, allowed(f"{_ASCII}+"), probe[0])
+    return StringMasks(vocabulary, others, byte_ids, fitting, whole)
 
 
-def _begins_inside(piece: bytes) -> bool:
-    """Whether it begins within a character: no regex allows it at the beginning of a text."""
-    return bool(piece) and 0x80 <= piece[0] < 0xC0
+def _is_whole(piece: bytes) -> bool:
+    """Whether it ends with a whole character; llguidance allows its beginning as the text of a string."""
+    try:
+        piece.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 class _Pieces:

@@ -174,6 +174,21 @@ def test_a_character_that_is_not_whole_is_llguidances(makers):
         np.testing.assert_array_equal(*masks_of(constraint, matcher))
 
 
+def test_looking_for_the_end_of_a_string_ends_no_sequence(makers):
+    """A mask of this schema is within llguidance's limits, and the matcher of the request cannot look further too."""
+    rng = random.Random(17)
+    texts = [{"type": "string", "minLength": rng.randint(0, 50), "maxLength": rng.randint(50, 400)} for _ in range(116)]
+    maker, plain = makers[SIZE]
+    (constraint,) = maker.make(SamplingParams(structured_outputs={"json": many({"anyOf": texts})}))
+    mask = np.zeros(constraint.num_words, np.int32)
+    for token in plain.greedy_tokenize('["the next one'):
+        constraint.take([token])
+        constraint.fill(mask)
+        constraint.restrict([], mask)
+        assert constraint.error is None
+    assert WORDS <= set(tokens_of(mask).tolist())
+
+
 def test_a_filler_takes_the_matchers_of_the_moment(makers):
     """The tokens come when the filling was prepared."""
     pairs = [pair(makers, schema) for schema in (SCHEMAS["short"], SCHEMAS["object"], OTHERS["pattern"]) * 2]
