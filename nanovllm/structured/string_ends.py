@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 
 from nanovllm.structured.grammar import parser_limits
 from nanovllm.structured.string_masks import NEAR, PROBE, StringMasks, string_masks
+
+logger = logging.getLogger(__name__)
 
 _BEHIND = 512
 """Tokens that the second matcher may be behind: it moves on when its mask is needed, or when there are more."""
@@ -232,7 +236,13 @@ def checked_string_masks(vocabulary: Any, end_token_ids: Sequence[int]) -> Strin
     the same: another version of it might read a string in another way.
     """
     made = string_masks(vocabulary, end_token_ids)
-    return made if made is not None and _agrees(made, vocabulary) else None
+    if made is None or _agrees(made, vocabulary):
+        return made
+    logger.warning(
+        "masks of strings near maxLength are computed by llguidance %s alone, which takes longer: the table's differ",
+        version("llguidance"),
+    )
+    return None
 
 
 def _agrees(made: StringMasks, vocabulary: Any) -> bool:

@@ -246,7 +246,7 @@ def test_a_schema_that_nests_deeply_has_no_such_masks():
     assert literals(schema) is None
 
 
-def test_a_vocabulary_without_texts_has_no_such_masks(monkeypatch, makers):
+def test_a_vocabulary_without_texts_has_no_such_masks(monkeypatch, makers, caplog):
     """Nor has one for which llguidance does not agree."""
     from nanovllm.structured import string_ends
 
@@ -256,4 +256,6 @@ def test_a_vocabulary_without_texts_has_no_such_masks(monkeypatch, makers):
     made = string_ends.string_masks(plain, [END])
     monkeypatch.setattr(string_ends, "string_masks", lambda *_: made)
     monkeypatch.setattr(made, "complete", lambda mask, left: None)
+    assert not caplog.records
     assert string_ends.checked_string_masks(plain, [END]) is None
+    assert "masks of strings near maxLength are computed by llguidance" in caplog.text
