@@ -53,7 +53,7 @@ def run_program(name: str, main: Callable[[], int | None], quick_exit: bool = Tr
         if isinstance(e, RuntimeError) and not type(e).__module__.startswith("nanovllm"):
             raise
         print(erased_line(), end="", file=sys.stderr)
-        say(f"{name}: {e}", sys.stderr)
+        say("\n".join([f"{name}: {e}", *getattr(e, "__notes__", ())]), sys.stderr)
         code = 1
     if end is not None:
         end.code = code
@@ -130,6 +130,14 @@ def announce(logger: logging.Logger, text: str) -> None:
         logger.info("%s", text)
     else:
         print(erased_line(), end="", file=sys.stderr)
+        say(text, sys.stderr)
+
+
+def warn(logger: logging.Logger, text: str) -> None:
+    """Log a warning. In a program that has not set logging up, it is printed as `say` does, not as one long line."""
+    if logger.hasHandlers() or not logger.isEnabledFor(logging.WARNING) or logging.lastResort is None:
+        logger.warning("%s", text)
+    else:
         say(text, sys.stderr)
 
 

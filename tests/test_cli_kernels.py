@@ -93,6 +93,22 @@ def test_kernels_verify_says_which_cases_failed_without_a_result(tmp_path):
         assert re.search(r"^softmax +mixed +21 +0 +\S+ 1\d wrong, \d failed$", done.stdout, re.M), done.stdout
 
 
+def test_kernels_verify_says_a_wrong_shape_once_and_with_how_many_shapes(tmp_path):
+    (tmp_path / "plugin.py").write_text(
+        "from nanovllm.kernels import softmax\n\n@softmax.provider('mine')\ndef mine(x):\n"
+        "    return x.softmax(-1)[..., :1] if x.shape[-1] > 1 else 2 * x.softmax(-1)\n"
+    )
+    options = "--kernel-plugin", str(tmp_path / "plugin.py"), "--provider", "mine", "--quick", "--timeout", "0"
+    done = run_here("kernels", "verify", "softmax", *options, "--json", str(tmp_path / "rows.json"))
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    of_shape = [failure.partition(": ")[2] for failure in row["failures"] if " has shape " in failure]
+    said = " ".join(done.stdout.split())
+    more, others = len(of_shape) - 1, len(set(of_shape)) - 1
+    assert others > 1 and len(row["failures"]) > len(of_shape)
+    assert f" and {more} more cases: {of_shape[0]}; likewise with {others} other shapes" in said, said
+    assert said.count(" has shape ") == 1 and said.count("times the tolerance") >= 1
+
+
 NO_MASK = """
 import torch, triton
 import triton.language as tl

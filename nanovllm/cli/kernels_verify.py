@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import sys
 import textwrap
@@ -179,13 +180,14 @@ class _Table:
             error = "-"
         counts = str(row["cases"]), str(row["skipped"])
         self._rows.add(row["op"], row["provider"], *counts, error, verdict, style="red" if failures else "")
-        cases_of: dict[str, list[str]] = {}
+        cases_of: dict[str, list[tuple[str, str]]] = {}
         for failure in failures:
             case, _, what = failure.partition(": ")
-            cases_of.setdefault(what, []).append(case)
-        for what, cases in list(cases_of.items())[:_MOST_SHOWN]:
-            more = len(cases) - 1
-            text = cases[0] + (f" and {counted(more, 'more case')}" if more else "") + f": {what}"
+            cases_of.setdefault(_without_shapes(what), []).append((case, what))
+        for cases in list(cases_of.values())[:_MOST_SHOWN]:
+            (case, what), more, others = cases[0], len(cases) - 1, len({what for _, what in cases}) - 1
+            text = case + (f" and {counted(more, 'more case')}" if more else "") + f": {what}"
+            text += f"; likewise with {counted(others, 'other shape')}" if others else ""
             print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
         if any(" is nan instead of " in what for what in cases_of):
             print("  nan: not written, or computed from what lies around a tensor")
@@ -194,6 +196,11 @@ class _Table:
 
     def end(self) -> None:
         self._rows.end()
+
+
+def _without_shapes(failure: str) -> str:
+    """The same text for a result of a wrong shape, whichever shapes the case has."""
+    return re.sub(r"\[[\d, ]*\]", "[]", failure) if " has shape [" in failure else failure
 
 
 @contextmanager

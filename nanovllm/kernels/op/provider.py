@@ -151,12 +151,14 @@ def bind(op: str, provider: Provider) -> Callable[..., Any]:
         try:
             return fn(*args, **kwargs)
         except Exception as e:
+            from nanovllm.kernels.testing.crash_report import place_and_remedy, what_failed
+
             note = f"{who}, called with ({describe_call(args, kwargs)})"
             if isinstance(e, (ValueError, TypeError, torch.OutOfMemoryError)):
                 # These speak of the arguments, or the caller acts on them: they keep their type.
-                add_note(e, note)
+                add_note(e, note + (place_and_remedy(e) if provider.origin else ""))
                 raise
-            raise KernelError(f"{note}: {e}") from e
+            raise KernelError(f"{note}: {what_failed(e)}") from e
 
     return call
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.console import warn
 from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.measured_order import measured_order
 from nanovllm.kernels.op.plugins import load_plugins
@@ -174,11 +175,9 @@ def resolve_kernels(
     for plugin in origins:
         _warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
     if unused:
-        logger.log(
-            logging.WARNING if origins else logging.INFO,
-            "fused ops that contain %s are not used, so that the provider that you chose for it runs: %s",
-            ", ".join(dict.fromkeys(part for parts in unused.values() for part in parts)), ", ".join(unused),
-        )  # fmt: skip
+        named_parts = ", ".join(dict.fromkeys(part for parts in unused.values() for part in parts))
+        text = f"your provider of {named_parts} runs, so fused ops with it are not used: {', '.join(unused)}"
+        warn(logger, text) if origins else logger.info("%s", text)
     return Kernels(chosen)
 
 
@@ -206,7 +205,7 @@ def _warn_if_it_serves_nothing(
         for declared, provider in registered:
             reason = provider.support(device) or f"{chosen[declared.name].name} was selected"
             reasons.append(f"{declared.name}, {provider.name}: {reason}")
-    logger.warning("kernel plugin %s serves no op: %s", plugin, "; ".join(reasons))
+    warn(logger, f"kernel plugin {plugin} serves no op: {'; '.join(reasons)}")
 
 
 def _named_parts(

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 _FRAME = re.compile(r'^  File "(?P<path>[^"]+)", line (?P<line>\d+) in ', re.MULTILINE)
-_LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/nanovllm/kernels/testing/|^<")
+_LIBRARIES = re.compile(r"/site-packages/|/dist-packages/|/lib/python3|/nanovllm/kernels/(testing|op)/|^<")
 _ACCESS = re.compile(r" in \w*(load|store|atomic)")
 """In Triton's interpreter the function that accesses memory is named for what it does."""
 _WIDER_DTYPE = re.compile(r"Expected dtype \[[^]]*'fp32'[^]]*\] but got (bf16|fp16)")
@@ -95,6 +95,11 @@ def what_failed(error: BaseException) -> str:
         error = error.__cause__  # what the kernel's code raised, or a function of Triton that it calls
         place = _place_of(error) or place
     return f"{type(error).__name__}: {error}{place}{_hint(str(error))}"
+
+
+def place_and_remedy(error: BaseException) -> str:
+    """ ", at file:line, `source`" of the innermost line outside of libraries that raised an error; what to do."""
+    return _place_of(error) + _hint(str(error))
 
 
 def _place_of(error: BaseException) -> str:

@@ -131,6 +131,22 @@ def test_an_accepts_function_that_fails_is_a_reason_and_an_error_of_a_call(plugi
         )
 
 
+@pytest.mark.parametrize("fails, kind, remedy", [
+    ("mine[1](x)", TypeError, "is `@triton.jit` missing above the kernel?"),
+    ('raise RuntimeError("must be Tensor, not tensor")', KernelError, "such as tl.sigmoid, not of torch"),
+])  # fmt: skip
+def test_an_engine_says_the_line_and_the_remedy_as_verify_does(plugin, fails, kind, remedy):
+    path = plugin(PROVIDER.format(name="mine").replace("return", f"{fails}\n    return"))
+    with pytest.raises(kind) as error:
+        resolve_kernels(CPU, plugins=[path]).softmax(torch.ones(2, 4))
+    said = "\n".join((str(error.value), *getattr(error.value, "__notes__", ())))
+    assert "op 'softmax', provider 'mine', called with (float32[2, 4])" in said
+    assert re.search(rf", at my_kernels\w*\.py:\d+, `{re.escape(fails)}`; .*{re.escape(remedy)}$", said, re.M), said
+    options = ("softmax", "--device", "cpu", "--kernel-plugin", path, "--provider", "mine", "--quick", "--json", "-")
+    (row,) = json.loads(cli("verify", *options, fails=True).stdout)
+    assert row["failures"] and all(remedy in failure for failure in row["failures"])
+
+
 def test_nothing_done_is_an_error(plugin):
     bare = "from nanovllm.kernels import op\n@op\ndef without_inputs(x):\n    return x\n"
     path = plugin(
