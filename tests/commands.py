@@ -17,9 +17,17 @@ def run(*args: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "nanovllm", *args], capture_output=True, text=True, timeout=120)
 
 
-def run_here(*args: str, script: str | None = None) -> subprocess.CompletedProcess:
+class Terminal(io.StringIO):
+    """What a program takes for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run_here(*args: str, script: str | None = None, terminal: bool = False) -> subprocess.CompletedProcess:
     """As `run`, or the script at the root, but for the start of a process, which takes seconds. No plugin stays."""
-    before, streams = sys.argv, (io.StringIO(), io.StringIO())
+    stream = Terminal if terminal else io.StringIO
+    before, streams = sys.argv, (stream(), stream())
     sys.argv, code = [script or "nanovllm", *args], 0
     try:
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]), temporary():

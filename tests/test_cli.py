@@ -13,7 +13,7 @@ import torch
 from nanovllm.kernels import all_ops
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from tests import tiny
-from tests.commands import ROOT, run, run_here
+from tests.commands import ROOT, Terminal, run, run_here
 
 
 def test_version_and_help():
@@ -25,10 +25,12 @@ def test_version_and_help():
 
 def test_generate_and_chat(smollm2_path, monkeypatch):
     done = run("generate", "The capital of France is", "--max-tokens", "4", "--temperature", "0")
-    assert done.returncode == 0 and "> The capital of France is\n Paris" in done.stdout and done.stderr == ""
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n"))  # then Ctrl-D
-    done = run_here("chat", "--max-tokens", "12", "--temperature", "0")
-    assert done.returncode == 0 and "Paris" in done.stdout and done.stdout.endswith("> \n")
+    assert done.returncode == 0 and done.stdout.startswith(" Paris") and done.stderr == ""
+    for stream, greeting, end in ((io.StringIO, "The", "\n"), (Terminal, "Say something.", "\n\n> \n")):
+        monkeypatch.setattr("sys.stdin", stream("What is the capital of France?\n"))  # then Ctrl-D
+        done = run_here("chat", "--max-tokens", "12", "--temperature", "0", terminal=stream is Terminal)
+        assert done.returncode == 0 and "Paris" in done.stdout and done.stdout.startswith(greeting)
+        assert done.stdout.endswith(end) and (">" in done.stdout) == (stream is Terminal)
 
 
 def test_a_prompt_that_is_refused_has_no_heading(smollm2_path):
@@ -158,8 +160,13 @@ def test_a_closed_pipe_and_ctrl_c_leave_no_traceback():
     assert process.returncode == 130
 
 
-@pytest.mark.parametrize("prompts", [["x"], ["x", "y"]])
-def test_generate_shows_what_there_is_at_ctrl_c_and_ends_as_shells_have_it(prompts, monkeypatch):
+@pytest.mark.parametrize("prompts, terminal, out, err", [
+    (["x"], True, "\n> x\nsome [cut short]\n", ""),
+    (["x"], False, "some\n", "nanovllm: cut short\n"),  # the completion alone
+    (["x", "y"], True, "\n> x\nsome [cut short]\n\n> y\nsome [cut short]\n", ""),
+    (["x", "y"], False, "> x\nsome [cut short]\n\n> y\nsome [cut short]\n", ""),
+])  # fmt: skip
+def test_generate_shows_what_there_is_at_ctrl_c_and_ends_as_shells_have_it(prompts, terminal, out, err, monkeypatch):
     class Interrupted:
         def __init__(self, model, **arguments):
             pass
@@ -174,9 +181,9 @@ def test_generate_shows_what_there_is_at_ctrl_c_and_ends_as_shells_have_it(promp
             raise KeyboardInterrupt
 
     monkeypatch.setattr("nanovllm.LLM", Interrupted, raising=False)
-    done = run_here("generate", "--model", "it", *prompts)
-    assert (done.returncode, done.stderr) == (130, "")
-    assert done.stdout == "".join(f"\n> {p}\nsome [cut short]\n" for p in prompts)
+    done = run_here("generate", "--model", "it", *prompts, terminal=terminal)
+    shown = re.sub(r"\r\x1b\[2K(Loading it \.\.\.)?", "", done.stderr)
+    assert (done.returncode, done.stdout, shown) == (130, out, err)
 
 
 def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):

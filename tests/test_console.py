@@ -11,15 +11,11 @@ import pytest
 
 from nanovllm import console
 from nanovllm.cli.text_table import print_table
+from tests.commands import Terminal, run_here
 
 HEADINGS = ("#", "one kernel of", "us", "our op")
 ROWS = [("1", "to, square, mean, add, rsqrt, mul, " * 4, "195.2", "part of linear_add_rms_norm")]
 TEXT = ("one kernel of", "our op")
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture(params=[40, 80, 160])
@@ -37,6 +33,30 @@ def test_sentences_end_between_words_on_a_terminal_and_stay_whole_elsewhere(widt
         assert most is None or max(map(len, printed.splitlines())) <= most
         assert most or printed == text + "\n"
         assert all(line.startswith("      ") for line in printed[printed.index("      this") :].splitlines())
+
+
+def test_errors_of_usage_end_lines_between_words_on_a_terminal(width):
+    given = ["serve", "--max-token", "5"]
+    said = [run_here(*given, terminal=terminal).stderr for terminal in (True, False)]
+    assert said[0].split() == said[1].split() and said[0].endswith("\n") and not said[0].endswith("\n\n")
+    assert max(map(len, said[0].splitlines())) <= width
+    (error,) = (line for line in said[1].splitlines() if line.startswith("Error: "))
+    assert error.startswith("Error: No such option: --max-token (Possible options: --max-model-len, --max-")
+
+
+@pytest.mark.parametrize("handlers", [True, False])
+def test_a_warning_is_folded_only_in_a_program_without_a_log(handlers, width, monkeypatch):
+    text = "kernel plugin it.py serves no op: " + "a reason, " * 20
+    shown, logged = Terminal(), io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
+    for level, said in ((logging.WARNING, text), (logging.ERROR, "not wanted")):
+        logger = logging.Logger("its own", level)
+        if handlers:
+            logger.addHandler(logging.StreamHandler(logged))
+        console.warn(logger, said)
+    assert logged.getvalue() == (text + "\n" if handlers else "")
+    assert shown.getvalue().split() == ([] if handlers else text.split())
+    assert handlers or max(map(len, shown.getvalue().splitlines())) <= width
 
 
 def test_a_log_line_takes_the_place_of_the_status_line(width, monkeypatch):
@@ -101,6 +121,17 @@ def test_an_announcement_takes_the_place_of_the_status_line(width, monkeypatch):
     console.announce(logger, "compiling the C++ kernels for this processor " * 5)
     text = shown.getvalue()
     assert text.startswith("\r\x1b[2Kcompiling") and max(map(len, text[5:].splitlines())) <= width
+
+
+def test_an_error_is_said_with_what_was_added_to_it(capsys):
+    def main():
+        error = ValueError("x: expected a matrix")
+        error.__notes__ = ["op 'linear', provider 'mine'"]  # as add_note does, from Python 3.11 on
+        raise error
+
+    with pytest.raises(SystemExit):
+        console.run_program("program", main, quick_exit=False)
+    assert capsys.readouterr().err == "program: x: expected a matrix\nop 'linear', provider 'mine'\n"
 
 
 def test_no_word_or_number_of_a_table_is_cut(width, capsys):

@@ -52,17 +52,19 @@ import atexit, signal
 atexit.register(print, "at exit")
 try:
     {before}
-    from nanovllm import LLM, SamplingParams
+    {engine}
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.raise_signal(signal.SIGINT)
 finally:
     print("cleaned up")
 """
+ENGINE, KERNELS = "from nanovllm import LLM, SamplingParams", "from nanovllm.kernels import rms_norm"
 HANDLES = "signal.signal(signal.SIGINT, lambda *_: exit('the script has a handler'))"
 ONE_LINE = "run.py: interrupted"
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
+@pytest.mark.parametrize("engine", [ENGINE, KERNELS])
 @pytest.mark.parametrize("options, before, code, said", [
     ([], "pass", -signal.SIGINT, ONE_LINE),
     ([], "print('before the import')", -signal.SIGINT, ONE_LINE),  # its output waits in Python's buffer
@@ -70,11 +72,11 @@ ONE_LINE = "run.py: interrupted"
     ([], "import framework", -signal.SIGINT, "KeyboardInterrupt"),
     (["-S"], "pass", -signal.SIGINT, ONE_LINE),  # nothing has imported importlib
 ])  # fmt: skip
-def test_a_users_script_that_is_interrupted_while_it_imports_cleans_up(options, before, code, said, tmp_path):
+def test_a_users_script_that_is_interrupted_while_it_imports_cleans_up(options, before, code, said, engine, tmp_path):
     """The code after an interrupt that nothing catches is Python's own, which a shell shows as 130."""
     (tmp_path / "torch.py").write_text(WAITS)
-    (tmp_path / "framework.py").write_text("from nanovllm import LLM")
-    (tmp_path / "run.py").write_text(USERS.format(before=before))
+    (tmp_path / "framework.py").write_text(engine)
+    (tmp_path / "run.py").write_text(USERS.format(before=before, engine=engine))
     process = popen([*options, str(tmp_path / "run.py")], tmp_path, stdin=subprocess.PIPE)
     printed = ""
     while (line := process.stdout.readline()) != "importing\n":
@@ -90,11 +92,12 @@ def test_a_users_script_that_is_interrupted_while_it_imports_cleans_up(options, 
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
-def test_a_script_may_catch_the_interrupt_of_its_import_and_what_it_raises_later_is_shown_as_ever(tmp_path):
+@pytest.mark.parametrize("engine", [ENGINE, KERNELS])
+def test_a_script_may_catch_the_interrupt_of_its_import_and_what_it_raises_later_is_shown_as_ever(engine, tmp_path):
     (tmp_path / "torch.py").write_text(WAITS)
-    (tmp_path / "run.py").write_text("""
+    (tmp_path / "run.py").write_text(f"""
 try:
-    from nanovllm import LLM
+    {engine}
 except KeyboardInterrupt as e:
     assert type(e) is KeyboardInterrupt
     print("stopped")
@@ -141,10 +144,42 @@ def test_at_a_prompt_and_in_a_notebook_an_interrupt_waits_for_pytorch(options, p
 
 
 def test_a_users_script_gets_a_keyboard_interrupt_once_the_engine_is_imported(tmp_path):
-    (tmp_path / "nanovllm_is_imported.py").write_text(USERS.format(before="import torch"))
+    (tmp_path / "nanovllm_is_imported.py").write_text(USERS.format(before="import torch", engine=ENGINE))
     process = popen([str(tmp_path / "nanovllm_is_imported.py")], tmp_path)
     out, err = process.communicate(timeout=240)
     assert err.strip().endswith("KeyboardInterrupt") and "raise_signal" in err and "AssertionError" not in err
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
+@pytest.mark.parametrize("before, code, said", [
+    ("pass", -signal.SIGTERM, "\nnanovllm: terminated\n"),
+    ("signal.signal(signal.SIGTERM, lambda *_: os._exit(5))", 5, ""),
+    ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 0, ""),
+])  # fmt: skip
+def test_sigterm_while_a_model_is_loaded_is_said_and_ends_as_it_did(before, code, said, tmp_path):
+    """Also in a program with a handler of its own. A forked process says nothing."""
+    (tmp_path / "torch.py").write_text(
+        "import os, signal\nchild = os.fork()\nos.kill(os.getpid(), signal.SIGTERM)\nos._exit(0)"
+    )
+    program = f"import os, signal\n{before}\nfrom nanovllm.__main__ import main\nmain()"
+    process = popen(["-c", program, "generate", "hello"], tmp_path)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (code, "", said)
+
+
+def test_sigterm_after_a_model_is_loaded_is_what_it_was():
+    program = """
+import signal
+from nanovllm.early_exit import terminated_with_a_line
+with terminated_with_a_line("program"):
+    assert callable(signal.getsignal(signal.SIGTERM))
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+with terminated_with_a_line("program"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+"""
+    process = popen(["-c", program], ROOT)
+    assert process.communicate(timeout=30) == ("", "") and process.returncode == 0
 
 
 @pytest.mark.parametrize("loaded", [False, True])

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from nanovllm.cli.command_group import CommandGroup
+from nanovllm.cli.command_group import CommandGroup, errors_of_usage_folded
 from nanovllm.cli.foreign_options import EngineCommand
 from nanovllm.cli.option_records import takes_records
 from nanovllm.console import INTERRUPTED, StatusLine, run_program, say, show_warnings
+from nanovllm.early_exit import terminated_with_a_line
 from nanovllm.garbage_collector import collector_off
 
 if TYPE_CHECKING:
@@ -77,6 +78,14 @@ class _InOrderOfUse(CommandGroup):
                 self.get_command(ctx, name)
         return super().resolve_command(ctx, args)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with errors_of_usage_folded():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with errors_of_usage_folded():  # of all commands
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
     cls=_InOrderOfUse,
@@ -129,7 +138,7 @@ class _Engine:
         status = StatusLine()
         status.show(f"Loading {self.model or 'the default model'} ...", timed=True)
         try:
-            with collector_off(gc.freeze):
+            with terminated_with_a_line("nanovllm"), collector_off(gc.freeze):
                 from nanovllm import LLM
                 from nanovllm.weights.demo_model import demo_model_path
 
@@ -175,12 +184,15 @@ def chat(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     llm = engine.load()
     messages = [{"role": "system", "content": system}] if system else []
-    print("Say something. An empty line ends the conversation.")
+    people_type = sys.stdin.isatty() and sys.stdout.isatty()  # else standard output has the answers alone
+    if people_type:
+        print("Say something. An empty line ends the conversation.")
     while True:
         try:
-            question = input("\n> ").strip()
+            question = input("\n> " if people_type else "").strip()
         except (EOFError, KeyboardInterrupt):
-            print()  # the shell's prompt begins a line
+            if people_type:
+                print()  # the shell's prompt begins a line
             return
         if not question:
             return
@@ -209,36 +221,42 @@ def generate(
     max_tokens: Annotated[int, typer.Option(help="Most tokens in a completion.")] = 128,
     seed: _Seed = None,
 ) -> None:
-    """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short (exit status 130)."""
+    """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short (exit status 130).
+
+    A terminal shows the prompt above its completion. A file or a pipe has the completion of one prompt alone.
+    """
     from nanovllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     llm = engine.load()
+    terminal, empty, interrupted = sys.stdout.isatty(), True, False
     if len(prompts) > 1:
         try:
-            outputs, end = llm.generate(prompts, params), ""
+            outputs = llm.generate(prompts, params)
         except KeyboardInterrupt as interrupt:
-            outputs, end = getattr(interrupt, "outputs", []), " [cut short]"
-        for output in outputs:
-            print(f"\n> {output.prompt}\n{output['text']}{end}")
-        if end:
-            raise typer.Exit(INTERRUPTED)
-        if not all(output["text"] for output in outputs):
-            _say_that_it_is_empty()
-        return
-    pieces = llm.stream(prompts[0], params)  # first: a prompt that is refused has no heading
-    print(f"\n> {prompts[0]}")
-    empty = True
-    try:
-        for piece in pieces:
-            print(piece, end="", flush=True)
-            empty = empty and not piece
-        print()
-        if empty:
-            _say_that_it_is_empty()
-    except KeyboardInterrupt:
-        print(" [cut short]")
-        raise typer.Exit(INTERRUPTED) from None
+            outputs, interrupted = getattr(interrupt, "outputs", []), True
+        end = " [cut short]" if interrupted else ""
+        for i, output in enumerate(outputs):
+            between = "\n" if terminal or i else ""
+            print(f"{between}> {output.prompt}\n{output['text']}{end}")
+        empty = not all(output["text"] for output in outputs)
+    else:
+        pieces = llm.stream(prompts[0], params)  # first: a prompt that is refused has no heading
+        if terminal:  # else standard output has the completion alone
+            print(f"\n> {prompts[0]}")
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+                empty = empty and not piece
+        except KeyboardInterrupt:
+            interrupted = True
+        print(" [cut short]" if interrupted and terminal else "")
+        if interrupted and not terminal:
+            say("nanovllm: cut short", sys.stderr)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if empty:
+        _say_that_it_is_empty()
 
 
 def _say_that_it_is_empty() -> None:

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 from nanovllm.arguments import name_options
+from nanovllm.console import say
+
+_UsageError: Any = typer.BadParameter.__base__
+"""Unknown options and commands, missing and wrong values; typer has no public name for it."""
 
 _EXPECTED = {
     "int_parsing": "an integer", "float_parsing": "a number",
     "greater_than_equal": "at least {ge}", "less_than_equal": "at most {le}",
 }  # fmt: skip
 """What pydantic's types of errors ask for."""
+
+
+@contextmanager
+def errors_of_usage_folded() -> Iterator[None]:
+    """Errors of usage that the block raises end the program; on a terminal their lines end between words."""
+    try:
+        yield
+    except _UsageError as e:
+        text = io.StringIO()
+        e.show(text)
+        say(text.getvalue().rstrip("\n"), sys.stderr)
+        raise typer.Exit(e.exit_code) from None
 
 
 class CommandGroup(TyperGroup):

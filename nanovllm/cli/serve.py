@@ -18,6 +18,7 @@ from nanovllm.cli.serve_options import (
     ReportOptions,
 )
 from nanovllm.console import working
+from nanovllm.early_exit import terminated_with_a_line
 
 if TYPE_CHECKING:
     from socket import socket
@@ -48,20 +49,21 @@ def serve(
         raise ValueError(f"--api-servers {process.api_servers} is of one server; leave out --replicas")
     if process.api_servers > 1 and limits.max_per_key is not None:
         raise ValueError("--max-per-key counts in one process; leave it out, or --api-servers")
-    path, names = model.located()
-    config = engine.config(path)
-    try:
-        import uvicorn  # noqa: F401
+    with terminated_with_a_line("nanovllm"):  # until the server has a handler of its own
+        path, names = model.located()
+        config = engine.config(path)
+        try:
+            import uvicorn  # noqa: F401
 
-        from nanovllm.serve.server import Listener
-    except ImportError as error:
-        raise ValueError(f'serve needs the package {error.name!r}; run pip install "nanovllm[serve]"') from None
-    listener = Listener(model.host, model.port, access.tls())
-    options = _serve_options(names, limits, access, reports)
-    if ray.replicas is None:
-        _run(config, options, listener, process, reports)
-    else:
-        _run_replicas(config, options, listener, ray)
+            from nanovllm.serve.server import Listener
+        except ImportError as error:
+            raise ValueError(f'serve needs the package {error.name!r}; run pip install "nanovllm[serve]"') from None
+        listener = Listener(model.host, model.port, access.tls())
+        options = _serve_options(names, limits, access, reports)
+        if ray.replicas is None:
+            _run(config, options, listener, process, reports)
+        else:
+            _run_replicas(config, options, listener, ray)
 
 
 def _serve_options(
@@ -84,7 +86,7 @@ def _run(
 ) -> None:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.serve.api_servers import ApiProcessConfig, ApiServers
-    from nanovllm.serve.log_setup import logging_thread
+    from nanovllm.serve.log_setup import log_start_in_files, logging_thread
     from nanovllm.serve.process_client import ProcessClient
     from nanovllm.serve.server import Server, run
     from nanovllm.serve.tracing import Tracing
@@ -98,10 +100,14 @@ def _run(
         sock, *others = listener.open_several(count)  # before the model is loaded, which takes longer
         client: Any
         siblings = None
-        with working(f"Loading {options.model_names[0]} ...", timed=True):
+        loading = f"Loading {options.model_names[0]} ..."
+        if not sys.stderr.isatty():
+            print(loading, file=sys.stderr, flush=True)
+        with working(loading, timed=True):
             if process.in_process:
                 from nanovllm.frontend.engine_client import ThreadClient
 
+                log_start_in_files(level)
                 client = ThreadClient(config)
             else:
                 client = ProcessClient(config, always, level, shared=count > 1)

@@ -33,7 +33,7 @@ class StartTimer:
     def end(self, part: str) -> None:
         now = time.perf_counter()
         self._seconds[part], self._last = now - self._last, now
-        logger.info("%s: %.2f s", part, self._seconds[part])  # at once: a start that hangs shows where
+        logger.info("start, %s: %.2f s", part, self._seconds[part])  # at once: a start that hangs shows where
 
     def __str__(self) -> str:
         return ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self._seconds.items())

@@ -6,20 +6,23 @@ device of its arguments. On a machine without CUDA or Triton that is its PyTorch
 
 from typing import TYPE_CHECKING
 
-import nanovllm.kernels.op.builtin_providers  # noqa: F401  registers them
-from nanovllm.hardware.timing import benchmark_kernel
-from nanovllm.kernels.extra import *  # noqa: F403
-from nanovllm.kernels.extra import __all__ as _extra_names
-from nanovllm.kernels.op import torch_library as library
-from nanovllm.kernels.op.availability import triton_support, unavailable_reason
-from nanovllm.kernels.op.dispatch import Op, op
-from nanovllm.kernels.op.inputs import Cost, Inputs, Tensors, nbytes
-from nanovllm.kernels.op.plugins import load_plugins
-from nanovllm.kernels.op.provider import KernelError, Provider
-from nanovllm.kernels.op.registry import all_ops
-from nanovllm.kernels.op.selection import Kernels, resolve_kernels
-from nanovllm.kernels.ops import *  # noqa: F403
-from nanovllm.kernels.ops import __all__ as _op_names
+from nanovllm.early_exit import importing_engine
+
+with importing_engine():
+    import nanovllm.kernels.op.builtin_providers  # noqa: F401  registers them
+    from nanovllm.hardware.timing import benchmark_kernel
+    from nanovllm.kernels.extra import *  # noqa: F403
+    from nanovllm.kernels.extra import __all__ as _extra_names
+    from nanovllm.kernels.op import torch_library as library
+    from nanovllm.kernels.op.availability import triton_support, unavailable_reason
+    from nanovllm.kernels.op.dispatch import Op, op
+    from nanovllm.kernels.op.inputs import Cost, Inputs, Tensors, nbytes
+    from nanovllm.kernels.op.plugins import load_plugins
+    from nanovllm.kernels.op.provider import KernelError, Provider
+    from nanovllm.kernels.op.registry import all_ops
+    from nanovllm.kernels.op.selection import Kernels, resolve_kernels
+    from nanovllm.kernels.ops import *  # noqa: F403
+    from nanovllm.kernels.ops import __all__ as _op_names
 
 if TYPE_CHECKING:
     KERNELS_AVAILABLE: bool

@@ -15,6 +15,7 @@ from nanovllm.frontend.core import EngineCore
 from nanovllm.frontend.core_messages import StepOutputs
 from nanovllm.serve.frames import CONFIG, FAILED, STEP, read_frames
 from nanovllm.serve.front_ends import FrontEnds
+from nanovllm.serve.log_setup import log_start_in_files
 
 logger = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 5.0
@@ -35,6 +36,7 @@ def main(descriptor: int, listener: int | None = None) -> None:
     assert kind == CONFIG, kind
     given = msgspec.msgpack.decode(data)
     logging.basicConfig(level=given["log_level"], format="%(levelname)s %(name)s: %(message)s")
+    log_start_in_files(given["log_level"])
     front_ends = FrontEnds(sock, frames)
 
     def deliver(outputs: StepOutputs) -> None:

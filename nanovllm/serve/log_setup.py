@@ -6,9 +6,17 @@ import json
 import logging
 import logging.handlers
 import queue
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def log_start_in_files(level: int) -> None:
+    """Log the parts of the engine's start, with warnings too, if standard error is a file: it has no status line."""
+    if level <= logging.WARNING and not sys.stderr.isatty():
+        for name in ("model_setup", "fast.cuda_graphs"):
+            logging.getLogger(f"nanovllm.engine.{name}").setLevel(logging.INFO)
 
 
 class JsonFormatter(logging.Formatter):
