@@ -197,7 +197,9 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
         write_json(STDOUT, run.record.to_json())
         return code
     except (ValueError, FileNotFoundError) as error:
-        print(f"bench.py: {error}", file=sys.stderr)
+        from nanovllm.console import say
+
+        say(f"bench.py: {error}", sys.stderr)
         return 2
 
 

@@ -4,6 +4,7 @@ import pytest
 
 import bench
 from nanovllm.bench.command_line import check_model
+from tests.commands import Terminal
 
 
 def test_arguments(capfd, tmp_path):
@@ -13,6 +14,19 @@ def test_arguments(capfd, tmp_path):
     assert "did you mean 'qwen3-0.6b'" in capfd.readouterr().err
     for name in ("Qwen/Qwen3-0.6B", "gpt2", str(tmp_path)):  # what may be the id of a hub is not refused
         check_model(name)
+
+
+def test_an_error_on_a_terminal_ends_lines_between_words(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    given = ["--model", "/none/such", "--device", "cpu"]
+    assert bench.main(given) == 2
+    whole = capsys.readouterr().err
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    assert bench.main(given) == 2
+    lines = shown.getvalue().splitlines()
+    assert "--model /none/such: no such file" in whole and whole.split() == shown.getvalue().split()
+    assert max(map(len, lines)) <= 80 < len(whole)
 
 
 def test_the_help_fits_80_columns(capsys, monkeypatch):

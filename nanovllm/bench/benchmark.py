@@ -99,7 +99,7 @@ class Benchmark:
                 print("\ninterrupted; what was measured is written, the profile is not", flush=True)
                 code = INTERRUPTED
             except (WorkerDied, OSError, ValueError) as error:
-                print(f"no profile: {error}")
+                say(f"no profile: {error}")
         return code or int(not self.record.rows or any(row.error is not None for row in self.record.rows))
 
     def _keep(self, code: int) -> int:
@@ -111,7 +111,7 @@ class Benchmark:
                 write()
             except (OSError, ValueError) as error:
                 problems.append(error)
-                print(f"bench.py: {error}", file=sys.stderr)
+                say(f"bench.py: {error}", sys.stderr)
 
         def save() -> None:
             for path in results.keep(self.record, self.args.results):
