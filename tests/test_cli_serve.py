@@ -40,6 +40,7 @@ from tests.serve.running import wait_until
         ("serve --model m --max-waiting 0", "--max-waiting=0"),
         ("serve --model m --kvcache-block-size 7", "--kvcache-block-size=7"),
         ("serve --model m --max-per-key 0", "--max-per-key=0: must be at least 1; leave it out"),
+        ("serve --model m --max-per-key 2", "--max-per-key=2: counts requests by API key, and there is no key; pass"),
         ("serve --model m --max-body-mib 0", "--max-body-mib 0: must be at least 1"),
         ("serve --model m --cors-origin app.example.com", "--cors-origin='app.example.com': must be an origin"),
         ("serve --model m --cors-origin http://a.com/", "--cors-origin='http://a.com/': must be an origin"),
@@ -94,6 +95,17 @@ def test_keys_are_read_from_a_file(tmp_path):
         AccessOptions(api_key_file=file).keys()
     with pytest.raises(ValueError, match=f"--api-key-file {tmp_path / 'none'}: cannot be read: .*No such file"):
         AccessOptions(api_key_file=tmp_path / "none").keys()
+
+
+def test_keys_of_options_replace_those_of_the_environment(tmp_path, monkeypatch):
+    file = tmp_path / "keys"
+    file.write_text("secret-of-file\n")
+    monkeypatch.setenv("NANOVLLM_API_KEY", "secret-of-env another-of-env")
+    assert AccessOptions().keys() == ("secret-of-env", "another-of-env")
+    assert AccessOptions(api_key=["own-secret"]).keys() == ("own-secret",)
+    assert AccessOptions(api_key_file=file).keys() == ("secret-of-file",)
+    assert AccessOptions(api_key=["own-secret"], api_key_file=file).keys() == ("own-secret", "secret-of-file")
+    assert "NANOVLLM_API_KEY" in CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
 
 
 @pytest.fixture

@@ -19,6 +19,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,12 +46,19 @@ class RemoteOpenAIServer:
             print(line, end="", file=sys.stderr)
             if found := re.search(r" at (http://\S+) \(Ctrl-C", line):
                 self.url_root = found[1]
+                threading.Thread(target=self._copy_log, args=(self._process.stderr,), daemon=True).start()
                 return self
         raise RuntimeError("the server did not start")
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+
+    @staticmethod
+    def _copy_log(log: Iterable[str]) -> None:
+        """Copy what the server logs. A server would wait at a full pipe that is not read."""
+        for line in log:
+            print(line, end="", file=sys.stderr)
 
     def url_for(self, *parts: str) -> str:
         return "/".join([self.url_root, *parts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,10 +144,13 @@ class AccessOptions:
     api_key: Annotated[
         list[str] | None,
         _option(
-            "A key that clients must send; repeatable.", metavar="KEY", envvar="NANOVLLM_API_KEY", show_default=False
+            "A key that clients must send; repeatable. The keys in NANOVLLM_API_KEY, separated by spaces, count only"
+            " without this option and --api-key-file.",
+            metavar="KEY",
+            show_default=False,
         ),
     ] = None
-    api_key_file: Annotated[Path | None, _option("A file with one key per line.")] = None
+    api_key_file: Annotated[Path | None, _option("A file with one key per line; adds to those of --api-key.")] = None
     cors_origin: Annotated[
         list[str] | None, _option("An origin whose pages may call the server; repeatable.", metavar="ORIGIN")
     ] = None
@@ -155,7 +159,11 @@ class AccessOptions:
     ssl_ca_certs: Annotated[Path | None, _option("The authorities that clients' certificates must be from.")] = None
 
     def keys(self) -> tuple[str, ...]:
-        """Raises: ValueError: the file cannot be read, or holds no key."""
+        """The keys of the options. Without options, those of the environment variable.
+
+        Raises:
+            ValueError: the file cannot be read, or holds no key.
+        """
         keys = list(self.api_key or ())
         if self.api_key_file is not None:
             try:
@@ -166,7 +174,7 @@ class AccessOptions:
             if not found:
                 raise ValueError(f"--api-key-file {self.api_key_file}: holds no key; write one in each line")
             keys += found
-        return tuple(keys)
+        return tuple(keys or os.environ.get("NANOVLLM_API_KEY", "").split())
 
     def tls(self) -> tuple[tuple[str, str], ...]:
         """The options of `Listener`."""

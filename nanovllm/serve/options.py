@@ -62,6 +62,11 @@ class ServeOptions:
                 raise ValueError(f"{name}={value!r}: must be a number of seconds {least}")
         if self.max_per_key is not None and self.max_per_key < 1:
             raise ValueError(f"max_per_key={self.max_per_key!r}: must be at least 1; leave it out for any number")
+        if self.max_per_key is not None and not self.api_keys:
+            raise ValueError(
+                f"max_per_key={self.max_per_key!r}: counts requests by API key, and there is no key; pass --api-key, or"
+                " leave it out"
+            )
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names: a model needs a name; pass --served-model-name")
         for origin in self.cors_origins:
