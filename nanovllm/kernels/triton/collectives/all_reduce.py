@@ -19,10 +19,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.ops.all_reduce import RankGroup
 from nanovllm.kernels.triton.collectives.peer_memory import PeerMemory, peer_memory
 from nanovllm.kernels.triton.device_math import rounded, to_dtype
+from nanovllm.kernels.triton.early_start import are_constant, norm_launched_early
 from nanovllm.kernels.triton.launch_arguments import adjacent, matrix_of, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.norm import add_rms_norm
 
@@ -39,17 +41,24 @@ _INTEGERS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
 def _all_reduce_kernel(
     x, residual, weight, y, total, addresses, turns, x_stride, residual_stride, width, most_rows, eps,
     RANK: tl.constexpr, RANKS: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """EARLY: launched with programmatic dependent launch."""
     dtype = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < width
+    if EARLY:
+        gdc_launch_dependents()
+    own = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(BITS)), 16)
+    if NORM:
+        w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()  # weights and addresses never change; everything below depends on earlier kernels
     turn = tl.load(turns + row)
     used = (turn + 2) % 3  # the places of the turn before
     bits = tl.load(x + row * x_stride + col, mask, other=0.0).to(BITS, bitcast=True)
     bits = tl.where(bits == EMPTY, 0, bits).to(BITS)
-    own = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(BITS)), 16)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             there = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(BITS)), 16)
@@ -59,7 +68,6 @@ def _all_reduce_kernel(
             emptied = own + ((used * RANKS + rank) * most_rows + row) * width + col
             tl.store(emptied, tl.full([BLOCK], EMPTY, BITS), mask)
     if NORM:
-        w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
         r = tl.load(residual + row * residual_stride + col, mask, other=0.0).to(tl.float32)
     v = tl.zeros([BLOCK], tl.float32)
     for rank in tl.static_range(RANKS):  # in the same order on all ranks
@@ -144,8 +152,9 @@ def _launch(
     assert places.memory is not None
     width, norm, nbytes = x.shape[-1], total is not None, x.dtype.itemsize
     block = next_power_of_2(width)
+    early = norm_launched_early(x, rows) and are_constant(weight)
     _all_reduce_kernel[(rows,)](
         x, residual, weight, y, total, places.memory.addresses, places.turns, stride, residual_stride, width,
         places.rows, eps, group.rank, group.size, norm, _INTEGERS[nbytes][1], _EMPTY[nbytes], block,
-        num_warps=warps_for(block),
+        early, num_warps=warps_for(block), launch_pdl=early,
     )  # fmt: skip
