@@ -217,9 +217,9 @@ def test_what_is_taken(monkeypatch):
     assert taken(weight_like(2048, 6144)) == range(2, 193)
     # More programs than the GPU has room for at once: gate and up of Llama 3 8B, and a rank's of Qwen3-32B on two.
     for weight in (weight_like(28672, 4096), weight_like(25600, 5120)):
-        assert taken(weight, gated=True) == taken(weight) == range(1, 65)
-        assert small_products.num_tokens_linear(weight) == range(1, 65)
-        assert [n for n in (64, 65) if n in small_products.num_tokens_linear_silu_and_mul(weight)] == [64]
+        assert taken(weight, gated=True) == taken(weight) == range(1, 33)
+        assert small_products.num_tokens_linear(weight) == range(1, 33)
+        assert [n for n in (32, 33) if n in small_products.num_tokens_linear_silu_and_mul(weight)] == [32]
     refused = [
         weight_like(4096, 1024, torch.float32), weight_like(4096, 1000), weight_like(4096, 0), weight_like(0, 64),
         weight_like(4096, 1024, contiguous=False), weight_like(4096, 1024, address=8),
@@ -282,7 +282,8 @@ def test_few_programs_with_all_columns_take_fewer_tokens(monkeypatch):
     assert hopper_product.most_tokens_whole(1024, 3072) == 32 and hopper_product.most_tokens_whole(1024, 2048) == 64
     assert hopper_product.most_tokens_whole(2048, 6144) == 8  # never fewer: measured
     assert hopper_product.most_tokens_whole(1024, 1024) == 256 == hopper_product.most_tokens_whole(4096, 1024)
-    assert hopper_product.most_tokens_whole(4096, 12288) == 128
+    assert hopper_product.most_tokens_whole(4096, 12288) == 32 == hopper_product.most_tokens_whole(5120, 5120)
+    assert hopper_product.most_tokens_whole(4096, 2048) == 64 and hopper_product.most_tokens_whole(6144, 4096) == 128
     monkeypatch.setattr(hopper_product, "is_hopper", lambda index: True)
     assert small_products.num_tokens_linear(weight_like(1024, 3072)) == range(1, 33)
     assert small_products.num_tokens_linear(weight_like(2048, 6144)) == range(1, 9)
