@@ -24,8 +24,9 @@ def pinned_word(value=0):
 def test_a_stream_waits_until_the_gate_is_open(start):
     word = pinned_word()
     gate = StreamGate(word, torch.device("cuda", 0))
-    word[0] = start
     stream, out = torch.cuda.Stream(), torch.zeros(4, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()  # the gate's own wait is for 0, and the zeros are of another stream
+    word[0] = start
     with torch.cuda.stream(stream):
         out[0].add_(0)  # the first launch of a kernel may wait for the device
     torch.cuda.synchronize()
