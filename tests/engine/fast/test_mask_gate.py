@@ -267,12 +267,13 @@ def test_interrupts_of_an_engine(directory, expected):
 
 
 def test_an_engine_that_is_dropped_in_a_step(directory):
-    policy, made = gated(RecordingGate)
+    policy, made = gated()
     llm = engine(directory, policy)
     llm.engine.add_request(PROMPTS[0], PARAMS[0])
     for _ in range(4):
         llm.engine.step()
     (gate,) = made
+    gate.wait = gate.waited.append  # now the stream falls far behind
     fill_slowly(llm, 0.5)
     llm.engine.step()
     waited = gate.waited[-1]
