@@ -1,5 +1,7 @@
 """The launches of sums over ranks, compiled without a GPU."""
 
+import re
+
 import pytest
 import torch
 
@@ -46,3 +48,19 @@ def test_launches(tmp_path, dtype, width):
             ptx = binary.asm["ptx"]
             assert "ld.volatile.global" in ptx, name  # other kernels write what it waits for
             assert resources(binary, tmp_path)[1:] == (0, 0), name
+
+
+def test_what_is_read_before_the_wait(tmp_path):
+    """Launched early: this rank's address and the weight of the norm, which never change. No `turns`, x or residual."""
+    for name, kernel, args, options in launches_of(calls(torch.bfloat16, 5120, 128)):
+        named = dict(zip(kernel.arg_names, args)) | {"EARLY": True}
+        binary = compiled(kernel, tuple(named.values()), options, 90)
+        assert resources(binary, tmp_path)[1:] == (0, 0), name
+        ptx = binary.asm["ptx"]
+        start, wait = ptx.index("griddepcontrol.launch_dependents"), ptx.index("griddepcontrol.wait")
+        reads = re.findall(r"ld\.(?:volatile\.)?global\S*", ptx[:wait])
+        pieces = -(-8192 // (8 * 32 * options["num_warps"]))  # 16 bytes a thread
+        assert start < wait and reads == ["ld.global.b64"] + ["ld.global.v4.b32"] * (pieces if named["NORM"] else 0), (
+            name
+        )
+        assert "st." not in ptx[:wait].replace("st.shared", ""), name
