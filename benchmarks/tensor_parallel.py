@@ -1,4 +1,5 @@
-"""What tensor parallelism costs and gains: sums over ranks by each provider, and a model's rate on 1, 2, ... GPUs.
+"""What tensor parallelism costs and gains: sums and gathers over ranks by each provider, and a model's rate on 1, 2,
+... GPUs.
 
     python -m benchmarks.tensor_parallel      # shapes of Qwen3-8B and 32B with random weights, on 1 and 2 GPUs
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2,4 --sequences 1,32 --no-collectives
@@ -7,8 +8,8 @@
                                             # engines fit on a GPU of 141 GB together; Qwen3-32B only with --ranks 2
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2 --sequences 128 --profile 3    # kernels of a step
 
-Sums are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts of 128
-tokens, 256 greedy output tokens each, the best of --repeat runs. Its tokens are compared with those of the first
+Sums and gathers are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts
+of 128 tokens, 256 greedy output tokens each, the best of --repeat runs. Its tokens are compared with those of the first
 number of ranks. Random weights in bfloat16 have near ties, so sequences differ after a while: the table says after how
 many tokens.
 """
@@ -49,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--repeat", type=int, default=2, help="timed runs of each number of sequences")
     p.add_argument("--limit", type=float, metavar="SECONDS", help="end after this time")
     p.add_argument("--width", type=int, default=4096, help="elements of a row of the timed sums")
+    p.add_argument("--columns", type=int, default=75968, help="elements of a rank's row of the timed gathers")
     p.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     p.add_argument("--collectives", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--model", action=argparse.BooleanOptionalAction, default=True)
@@ -67,19 +69,22 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-# ---------------------------------------------------------------------------------------------------- sums
+# ---------------------------------------------------------------------------------------------------- collectives
 
 
-def time_sums(group: Group, device: torch.device, width: int, sequences: list[int]) -> list[tuple[str, str, str]]:
+def time_collectives(
+    group: Group, device: torch.device, width: int, columns: int, sequences: list[int]
+) -> list[tuple[str, str, str]]:
     """(provider, rows, microseconds of a call, or why there is none) of each op; every rank calls it."""
     rows_of_table = []
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for name in ("all_reduce", "all_reduce_add_rms_norm"):
+    for name in ("all_reduce", "all_reduce_add_rms_norm", "all_gather_last"):
+        size = columns if name == "all_gather_last" else width
         for provider in all_ops()[name].providers.values():
             reason = provider.support(device)
             for rows in sequences:
-                said = reason or _measured(provider.fn, name, group, device, dtype, rows, width)
-                rows_of_table.append((f"{name}: {provider.name}", str(rows), said))
+                said = reason or _measured(provider.fn, name, group, device, dtype, rows, size)
+                rows_of_table.append((f"{name} of {size}: {provider.name}", str(rows), said))
                 if group.rank == 0:
                     print("| {} | {} | {} |".format(*rows_of_table[-1]), flush=True)
                 if reason:
@@ -92,6 +97,12 @@ def _measured(
 ) -> str:
     values = [_normal(seed, rows, width, dtype, device) for seed in range(group.size + 1)]
     x, residual = values[group.rank], values[-1]
+    if name == "all_gather_last":
+        length = group.size * width
+        out = torch.empty(rows, length, dtype=dtype, device=device)
+        if not torch.equal(fn(x, length, group, out), torch.cat(values[: group.size], -1)):
+            return "wrong"
+        return f"{_time(lambda: fn(x, length, group, out), device):.1f}"
     rest = (residual, torch.ones(width, dtype=dtype, device=device), 1e-6) if name == "all_reduce_add_rms_norm" else ()
     want = sum(value.float() for value in values[: group.size]).to(dtype)
     if rest:
@@ -138,26 +149,28 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
     return start.elapsed_time(end) * 1e3 / (10 * GRAPH_CALLS)
 
 
-def collectives(size: int, device_type: str, width: int, sequences: list[int]) -> None:
+def collectives(size: int, device_type: str, width: int, columns: int, sequences: list[int]) -> None:
     processes = Processes("benchmarks.tensor_parallel", size, {}, lambda: None)
     try:
         with tempfile.TemporaryDirectory() as directory:
-            processes.send((directory, size, device_type, width, sequences))
-            print(f"\n| op: provider, {size} ranks, rows of {width} | rows | us |\n|---|---|---|")
-            group = _run_rank(directory, 0, size, device_type, width, sequences)
-            processes.receive("done", SECONDS, "timing sums")
+            processes.send((directory, size, device_type, width, columns, sequences))
+            print(f"\n| op of columns: provider, {size} ranks | rows | us |\n|---|---|---|")
+            group = _run_rank(directory, 0, size, device_type, width, columns, sequences)
+            processes.receive("done", SECONDS, "timing collectives")
     finally:
         processes.close()
     group.process_group.abort()
 
 
-def _run_rank(directory: str, rank: int, size: int, device_type: str, width: int, sequences: list[int]) -> Group:
+def _run_rank(
+    directory: str, rank: int, size: int, device_type: str, width: int, columns: int, sequences: list[int]
+) -> Group:
     device = torch.device(device_type, rank if device_type == "cuda" else 0)
     if device_type == "cuda":
         torch.cuda.set_device(device)
     group = join(Path(directory), rank, size, torch.device(device_type, device.index), SECONDS, lambda place: None)
     with torch.inference_mode():
-        time_sums(group, device, width, sequences)
+        time_collectives(group, device, width, columns, sequences)
     return group
 
 
@@ -316,7 +329,7 @@ def main() -> None:
         beside_vllm(args, ranks, end)
         return
     if args.collectives and max(ranks) > 1:
-        collectives(max(ranks), args.device, args.width, _numbers(args.sequences))
+        collectives(max(ranks), args.device, args.width, args.columns, _numbers(args.sequences))
     for preset in args.preset.split(",") if args.model else ():
         models(args, preset, ranks, end)
 

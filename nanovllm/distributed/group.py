@@ -46,10 +46,12 @@ class Group:
         """The largest of each number of x over the ranks, in the memory of x if it is contiguous."""
         return self._reduced(x, torch.distributed.ReduceOp.MAX) if self.size > 1 else x
 
-    def all_gather_last(self, x: torch.Tensor, length: int) -> torch.Tensor:
-        """x [rows, n] of every rank, side by side in the order of the ranks: the first `length` columns."""
+    def all_gather_last(self, x: torch.Tensor, length: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [rows, n] of every rank, side by side in the order of the ranks: the first `length` columns, in `out` if it
+        is given.
+        """
         if self.size == 1:
-            return x[:, :length]
+            return x[:, :length] if out is None else out.copy_(x[:, :length])
         from torch.distributed.distributed_c10d import AllgatherOptions
 
         rows, n = x.shape
@@ -59,7 +61,9 @@ class Group:
         work = self.process_group._allgather_base(parts, x.contiguous(), options)
         if work is not None:
             work.wait()
-        return parts.view(self.size, rows, n).transpose(0, 1).reshape(rows, self.size * n)[:, :length]
+        kept = [max(0, min(n, length - rank * n)) for rank in range(self.size)]
+        columns = [part[:, :width] for part, width in zip(parts.view(self.size, rows, n), kept, strict=True)]
+        return torch.cat(columns, dim=1, out=out)
 
     def smallest(self, number: int, device: torch.device) -> int:
         """The least of the ranks' numbers."""

@@ -3,7 +3,7 @@
 import torch
 
 from nanovllm.distributed.group import current_group
-from nanovllm.kernels import Kernels
+from nanovllm.kernels import Kernels, all_gather_last
 from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight, new_weight, product
@@ -64,6 +64,7 @@ class LMHead(VocabParallelEmbedding):
         super().__init__(vocab_size, hidden_size, kernels)
         self.soft_cap = soft_cap
         self._linear = FusedOp("linear", kernels)
+        self._gather = all_gather_last.native if self.group.size == 1 else kernels.all_gather_last
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         logits = self._products(hidden, out)
@@ -74,5 +75,4 @@ class LMHead(VocabParallelEmbedding):
         if out is not None and self.group.size == 1 and isinstance(weight, torch.Tensor):
             if not self._linear.takes(hidden, weight):
                 return torch.mm(hidden, weight.T, out=out)
-        logits = self.group.all_gather_last(product(self._linear, hidden, weight), self.vocab_size)
-        return logits if out is None else out.copy_(logits)
+        return self._gather(product(self._linear, hidden, weight), self.vocab_size, self.group, out)

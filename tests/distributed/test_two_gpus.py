@@ -20,7 +20,9 @@ MODEL = dict(
 CASES = {
     "graphs": dict(),
     "eager and crowded": dict(enforce_eager=True, num_kvcache_blocks=40, max_num_batched_tokens=256),
-    "NCCL": dict(kernel_priority={"all_reduce": ["native"], "all_reduce_add_rms_norm": ["native"]}),
+    "NCCL": dict(
+        kernel_priority=dict.fromkeys(("all_reduce", "all_reduce_add_rms_norm", "all_gather_last"), ["native"])
+    ),
     "symmetric memory": dict(kernel_priority={"all_reduce": ["symm_mem"], "all_reduce_add_rms_norm": ["native"]}),
 }
 

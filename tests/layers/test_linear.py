@@ -18,7 +18,7 @@ class Rank(Group):
     def all_reduce(self, x):
         return x
 
-    def all_gather_last(self, x, length):
+    def all_gather_last(self, x, length, out=None):
         return x
 
 

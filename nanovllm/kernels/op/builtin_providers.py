@@ -64,6 +64,7 @@ _triton(
 _triton("rows", ops.add_rms_norm, takes_fresh=True)
 _triton("rows", extra.layernorm_residual_dropout_gelu, accepts=_short_rows)
 _triton("sampling.sample", ops.sample)
+_triton("collectives.all_gather_last", ops.all_gather_last)
 _triton("collectives.all_reduce", ops.all_reduce, ops.all_reduce_add_rms_norm)
 _triton("sampling.token_bitmask", ops.apply_token_bitmask, accepts=_adjacent_logits)
 _triton(

@@ -2,6 +2,7 @@
 
 from nanovllm.kernels.ops.activation import gelu_and_mul, silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import add_rms_norm_gate_up, add_rms_norm_linear
+from nanovllm.kernels.ops.all_gather_last import all_gather_last
 from nanovllm.kernels.ops.all_reduce import all_reduce, all_reduce_add_rms_norm
 from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared, qk_norm_rope_attention_shared
@@ -32,10 +33,11 @@ from nanovllm.kernels.ops.token_bitmask import apply_token_bitmask
 
 __all__ = [
     "NewTokens", "PagedKV", "SharedPrefixes", "add_rms_norm", "add_rms_norm_gate_up", "add_rms_norm_linear",
-    "add_rms_norm_linear_fp8_dynamic", "all_reduce", "all_reduce_add_rms_norm", "apply_token_bitmask",
-    "attention_decode", "attention_decode_shared", "attention_prefill", "decoder_step", "embedding", "gelu_and_mul",
-    "linear", "linear_add_rms_norm", "linear_fp8", "linear_fp8_dynamic", "linear_gguf", "linear_int4", "linear_int8",
-    "linear_packed_add_rms_norm", "linear_packed_silu_and_mul", "linear_silu_and_mul", "moe_experts", "moe_experts_fp8",
-    "moe_route", "qk_norm_rope", "qk_norm_rope_attention", "qk_norm_rope_attention_shared", "qk_norm_rope_store",
-    "rms_norm", "rotary_embedding", "sample", "silu_and_mul", "silu_and_mul_linear_fp8_dynamic", "store_kvcache",
+    "add_rms_norm_linear_fp8_dynamic", "all_gather_last", "all_reduce", "all_reduce_add_rms_norm",
+    "apply_token_bitmask", "attention_decode", "attention_decode_shared", "attention_prefill", "decoder_step",
+    "embedding", "gelu_and_mul", "linear", "linear_add_rms_norm", "linear_fp8", "linear_fp8_dynamic", "linear_gguf",
+    "linear_int4", "linear_int8", "linear_packed_add_rms_norm", "linear_packed_silu_and_mul", "linear_silu_and_mul",
+    "moe_experts", "moe_experts_fp8", "moe_route", "qk_norm_rope", "qk_norm_rope_attention",
+    "qk_norm_rope_attention_shared", "qk_norm_rope_store", "rms_norm", "rotary_embedding", "sample", "silu_and_mul",
+    "silu_and_mul_linear_fp8_dynamic", "store_kvcache",
 ]  # fmt: skip

@@ -24,6 +24,9 @@ class RankGroup(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks, by torch.distributed."""
 
+    def all_gather_last(self, x: torch.Tensor, length: int, out: torch.Tensor | None) -> torch.Tensor:
+        """The first `length` columns of all ranks side by side, by torch.distributed."""
+
     def smallest(self, number: int, device: torch.device) -> int:
         """The least of the ranks' numbers; no rank goes on before all have come."""
 

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 FEW_ROWS = 32
-"""Sampling starts early for up to this many rows.
+"""Sampling, and the gathering of logits over ranks, start early for up to this many rows.
 
 With 256 rows an early start of norms between products was seen to lose.
 """
@@ -46,7 +46,9 @@ def are_constant(*weights: torch.Tensor | None) -> bool:
 
 
 def launched_early(x: torch.Tensor, rows: int) -> bool:
-    """Whether a kernel that samples from `rows` rows, or advances them, starts before its predecessor has ended."""
+    """Whether a kernel that gathers `rows` rows, samples from them or advances them starts before its predecessor has
+    ended.
+    """
     return rows <= FEW_ROWS and can_launch_early(x)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.ops.all_reduce import RankGroup
-from nanovllm.kernels.triton.collectives.peer_memory import PeerMemory, peer_memory
+from nanovllm.kernels.triton.collectives.peer_memory import EMPTY, INTEGERS, PeerMemory, peer_memory
 from nanovllm.kernels.triton.device_math import rounded, to_dtype
 from nanovllm.kernels.triton.early_start import are_constant, norm_launched_early
 from nanovllm.kernels.triton.launch_arguments import adjacent, matrix_of, next_power_of_2, warps_for
@@ -32,9 +32,6 @@ _MOST_BYTES = 4 << 20
 """That a rank sends to the others in a call; beyond, torch.distributed sums."""
 _MOST_ROWS = 1024
 _WIDEST = 32768
-_EMPTY = {2: -(1 << 15), 4: -(1 << 31)}
-"""The bits of -0.0 as an integer, by the bytes of an element."""
-_INTEGERS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
 
 
 @triton.jit
@@ -93,10 +90,10 @@ class _Places:
     """The memory that rows of one width and dtype are exchanged through, and whose turn each row is at."""
 
     def __init__(self, group: RankGroup, name: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        size, bits = group.size, _INTEGERS[dtype.itemsize][0]
+        size, bits = group.size, INTEGERS[dtype.itemsize][0]
         self.rows = min(_MOST_ROWS, _MOST_BYTES // (width * dtype.itemsize * (size - 1)))
         numel = 3 * size * self.rows * width
-        self.memory: PeerMemory | None = peer_memory(group, name, numel, bits, _EMPTY[dtype.itemsize], device)
+        self.memory: PeerMemory | None = peer_memory(group, name, numel, bits, EMPTY[dtype.itemsize], device)
         self.turns = torch.zeros(self.rows, dtype=torch.int32, device=device)
         if self.memory is None:
             self.rows = 0
@@ -108,7 +105,7 @@ def _places(x: torch.Tensor, group: RankGroup) -> _Places | None:
     They are made at the first call, which all ranks make at the same time, and never in a graph capture.
     """
     width = x.shape[-1]
-    if not 0 < width <= _WIDEST or x.dtype.itemsize not in _INTEGERS:
+    if not 0 < width <= _WIDEST or x.dtype.itemsize not in INTEGERS:
         return None
     name = f"all_reduce/{width}/{x.dtype}"
     places: Any = group.kept.get(name)
@@ -155,6 +152,6 @@ def _launch(
     early = norm_launched_early(x, rows) and are_constant(weight)
     _all_reduce_kernel[(rows,)](
         x, residual, weight, y, total, places.memory.addresses, places.turns, stride, residual_stride, width,
-        places.rows, eps, group.rank, group.size, norm, _INTEGERS[nbytes][1], _EMPTY[nbytes], block,
+        places.rows, eps, group.rank, group.size, norm, INTEGERS[nbytes][1], EMPTY[nbytes], block,
         early, num_warps=warps_for(block), launch_pdl=early,
     )  # fmt: skip

@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from nanovllm.kernels.ops.all_reduce import RankGroup
 
 logger = logging.getLogger(__name__)
+
+EMPTY = {2: -(1 << 15), 4: -(1 << 31)}
+"""The bits of -0.0 as an integer, by the bytes of an element: what a place holds that awaits a value."""
+INTEGERS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
+"""Integers of an element's bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ def peer_memory(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as e:
-        logger.warning("sums over ranks use torch.distributed, since ranks cannot map each other's memory: %s", e)
+        logger.warning("torch.distributed sums and gathers, since ranks cannot map each other's memory: %s", e)
     # No rank goes on, and writes to another's memory, before all are filled.
     return made if group.smallest(int(made is not None), device) else None
 
