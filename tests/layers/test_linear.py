@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from nanovllm.distributed.group import SINGLE, Group, split_over
 from nanovllm.layers.embed_head import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from tests.layers.stubs import stubbed
 from tests.native import NATIVE
 
 HIDDEN = 12
@@ -132,6 +133,23 @@ def test_embedding_and_head_over_an_odd_vocabulary(vocab, size):
     # Ranks pad to equal rows; what is cut off after gathering is the padding.
     torch.testing.assert_close(torch.cat(logits, -1)[:, :vocab], hidden @ weight.T)
     assert size > 1 or logits[0].shape == (5, vocab)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_head_gathers_by_the_selected_provider(size):
+    kernels, _, calls = stubbed({}, recorded=["all_gather_last"])
+    weight, hidden = randn(13, HIDDEN), randn(5, HIDDEN, seed=1)
+    for group in each_rank(size):
+        out = torch.empty(5, 13)
+        load(LMHead(13, HIDDEN, kernels), "weight", whole=weight)(hidden, out)
+        if size == 1:
+            assert not calls
+            torch.testing.assert_close(out, hidden @ weight.T)
+        else:
+            [(_, given)] = calls
+            assert given["out"] is out and given["length"] == 13 and given["group"] is group
+            assert given["x"].shape == (5, 7)
+            calls.clear()
 
 
 def test_weights_are_converted_to_the_dtype_of_the_layer():
