@@ -215,6 +215,9 @@ def test_what_is_taken(monkeypatch):
     assert taken(weight_like(4096, 1024)) == range(1, 257) == taken(weight_like(4096, 1024, torch.float16))
     assert taken(weight_like(24576, 4096), gated=True) == range(1, 129)
     assert taken(weight_like(2048, 6144)) == range(2, 193)
+    # 192 programs on 132 multiprocessors; 256 are even again.
+    assert taken(weight_like(12288, 4096), gated=True) == taken(weight_like(12288, 4096)) == range(1, 65)
+    assert taken(weight_like(16384, 4096), gated=True) == range(1, 129)
     # More programs than the GPU has room for at once: gate and up of Llama 3 8B, and a rank's of Qwen3-32B on two.
     for weight in (weight_like(28672, 4096), weight_like(25600, 5120)):
         assert taken(weight, gated=True) == taken(weight) == range(1, 33)
@@ -242,7 +245,7 @@ def test_what_is_taken(monkeypatch):
         assert small_products.num_tokens_linear(weight_like(rows, 2048)) == range(1, 9)
     assert taken(weight_like(320, 2048)) == range(1, 257)
     # One token of a layer of this size is better in the kernels that have the norm before the product.
-    assert small_products.num_tokens_linear(weight_like(4096, 2048)) == range(1, 129)
+    assert small_products.num_tokens_linear(weight_like(4096, 2048)) == range(1, 65)
     assert small_products.num_tokens_add_rms_norm_linear(weight_like(4096, 2048)) == range(1, 2)
     monkeypatch.setattr(hopper_product, "is_hopper", lambda index: False)
     assert not small_products.num_tokens_linear_add_rms_norm(weight_like(4096, 1024))
