@@ -329,7 +329,9 @@ assert by_transformers or "sympy" not in sys.modules  # takes half a second, whi
 
 def test_a_program_that_leaves_its_engine_open_ends_without_an_abort(path):
     """A thread that runs PyTorch while the interpreter ends aborts the process: half of these programs did."""
-    done = subprocess.run([sys.executable, "-W", "ignore:This process", "-c", PROGRAM, str(path)], stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore:This process", "-c", PROGRAM, str(path)], stderr=subprocess.PIPE, text=True
+    )
     assert done.stderr == "[0, 0, 0, 0]\n"
 
 
