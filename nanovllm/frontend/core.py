@@ -27,6 +27,7 @@ from nanovllm.frontend.core_messages import (
 from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.weights.checkpoint import locate
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,9 @@ class EngineCore:
     def _stepped(self, grown: list[Request]) -> None:
         now = time.perf_counter()
         outputs = StepOutputs(self.stats(now - self._last_result), [], [], [], [], [], [])
+        for entry in [self._entries[key] for key in self._over if key in self._entries]:
+            if (error := _grammar_error(entry.request)) is not None:
+                self._fail(entry, error, outputs)
         by_request = self._by_request
         for request in grown:
             entry = by_request.get(request)
@@ -242,10 +246,29 @@ class EngineCore:
                     outputs.ended.append(ended)
             if not all(entry.ended):
                 return
-        request.listener = request.failure = None
+        self._forget(entry)
+
+    def _fail(self, entry: _Entry, error: str, outputs: StepOutputs) -> None:
+        """End a request with an error, before its tokens of this step are told: no grammar allowed the last one."""
+        outputs.failed.append((entry.key, "refused", error))
+        self._forget(entry)
+        self.engine.abort(entry.request)
+
+    def _forget(self, entry: _Entry) -> None:
+        entry.request.listener = entry.request.failure = None
         with self._lock:
             self._entries.pop(entry.key, None)
-            self._by_request.pop(request, None)
+            self._by_request.pop(entry.request, None)
+
+
+def _grammar_error(request: Request) -> str | None:
+    """Why a completion's grammar has ended it; None: none has."""
+    for seq in (completion.seq for completion in request.completions):
+        if seq.finish_reason == "abort" and seq.constraint is not None and seq.constraint.error is not None:
+            spec = request.params.structured_outputs
+            called = spec.called if isinstance(spec, StructuredOutputs) else "allowed_token_ids"
+            return f"{called}: {seq.constraint.error}"
+    return None
 
 
 def _first(entry: _Entry) -> FirstToken:

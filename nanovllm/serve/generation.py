@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from nanovllm.frontend.output_stream import OutputStream
+from nanovllm.frontend.output_stream import OutputStream, RequestFailed
 from nanovllm.outputs import RequestOutput
 from nanovllm.serve.admission import Ticket
 from nanovllm.serve.errors import ApiError
@@ -74,6 +74,8 @@ class Generation:
                 if stream.over:
                     self._left -= 1
                     self._metrics.finished(stream, output)
+                    if any(completion.seq.finish_reason == "abort" for completion in stream.request.completions):
+                        raise RequestFailed("the request was aborted")  # no interface has a finish reason for it
                 elif stream.failure is not None:
                     self._ready[index] = None  # the failure comes after what was there before it
                 return index, output

@@ -19,7 +19,7 @@ from nanovllm.serve.protocol import ChatRequest, parse
 from nanovllm.serve.service import Service
 from nanovllm.wording import brief
 
-_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+_STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):

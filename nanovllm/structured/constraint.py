@@ -59,8 +59,10 @@ class TokenConstraint:
         if self.matcher is None or not new or self.broken:
             return
         if not self.matcher.consume_tokens(new):
-            error = f"the grammar does not allow the tokens {new}: {plain_error(self.matcher.get_error())}"
-            self._break(error, self.num_taken)
+            said = plain_error(self.matcher.get_error())
+            outgrown = "too many" in said or "lexer error" in said  # the mask allowed the tokens
+            error = "the grammar is too complex" if outgrown else f"the grammar does not allow the tokens {new}"
+            self._break(f"{error}: {said}", self.num_taken)
         elif self._end is not None:
             self._end.take(new)
 

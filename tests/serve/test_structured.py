@@ -5,11 +5,14 @@ import re
 
 import msgspec
 import pytest
+from llguidance import LLParserLimits
 
 from nanovllm import SamplingParams
 from nanovllm.frontend.core_messages import params_to_send
+from nanovllm.structured import constraint_maker
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import GrammarsBusyError
+from tests.serve.running import RunningServer, slow_client
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 SCHEMA = {
@@ -57,14 +60,62 @@ def test_a_tool_that_must_be_called(server):
         assert "".join(d["function"].get("arguments", "") for d in deltas) == call["function"]["arguments"]
 
 
-def test_a_grammar_that_breaks_ends_the_answer_before_a_token_that_it_does_not_allow(server):
+def test_a_grammar_that_breaks_is_an_error_and_no_token_beyond_it_is_told(server):
     tokenizer = server.engine.tokenizer
     allowed = [tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id]
     body = dict(prompt="x", max_tokens=8, structured_outputs={"regex": "[ac][bd]"}, allowed_token_ids=allowed)
-    (choice,) = server.post("/v1/completions", **body)["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("a", "abort", None)
-    ends = [event["choices"][0] for event in server.events("/v1/completions", **body)[:-1]]
-    assert "".join(end["text"] for end in ends) == "a" and ends[-1]["finish_reason"] == "abort"
+    said = "structured_outputs: the grammar and allowed_token_ids have no token in common"
+    error = {"message": said, "type": "invalid_request_error", "param": "structured_outputs", "code": None}
+    for n in (1, 2):
+        assert server.refused("/v1/completions", **body, n=n) == (400, error)
+        *chunks, last, done = server.events("/v1/completions", **body, n=n)
+        texts = [""] * n
+        for (choice,) in (chunk["choices"] for chunk in chunks):
+            assert choice["finish_reason"] is None
+            texts[choice["index"]] += choice["text"]
+        assert texts == ["a"] * n and last == {"error": error} and done == "[DONE]"
+    server.assert_idle()
+
+
+def test_a_grammar_without_a_first_token_is_a_400_in_a_stream_too(server):
+    allowed = [server.engine.tokenizer.convert_tokens_to_ids("z")]
+    body = dict(max_tokens=8, structured_outputs={"regex": "ab"}, allowed_token_ids=allowed, stream=True)
+    for path, asked in (("completions", dict(prompt="x")), ("chat/completions", dict(messages=MESSAGES))):
+        status, error = server.refused(f"/v1/{path}", **body, **asked)
+        assert status == 400 and error["param"] == "structured_outputs" and "no token in common" in error["message"]
+
+
+def test_a_grammar_that_grows_too_complex_says_so_on_every_route(server, monkeypatch):
+    """It compiles, but with the first tokens its lexer outgrows the library's limits, which are low here."""
+    limits = LLParserLimits(max_lexer_states=60, verbose_errors=False)
+    monkeypatch.setattr(constraint_maker, "parser_limits", lambda: limits)
+    said = "the grammar is too complex: lexer error: too many states"
+    status, error = server.refused(
+        "/v1/completions", prompt="x", max_tokens=150, structured_outputs={"regex": "[a-z]{190}"}
+    )
+    assert (
+        status == 400 and f"structured_outputs: {said}" in error["message"] and error["param"] == "structured_outputs"
+    )
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[a-z]{191}$"}}}
+    tools = [{"name": "f", "input_schema": parameters | {"required": ["a"]}}]
+    body = dict(messages=MESSAGES, max_tokens=100, tools=tools, tool_choice={"type": "any"})
+    status, error = server.refused("/v1/messages", **body)
+    assert status == 400 and error["type"] == "invalid_request_error" and f"tools: {said}" in error["message"]
+    last = server.events("/v1/messages", **body)[-1]
+    assert last["type"] == "error" and last["error"] == error
+
+
+def test_an_aborted_request_ends_with_an_error(model_path):
+    with RunningServer(model_path, client=slow_client(model_path)) as server:
+        for path in ("completions", "chat/completions", "messages"):
+            asked = {"prompt": "hello"} if path == "completions" else {"messages": MESSAGES}
+            body = asked | {"max_tokens": 200, "temperature": 0, "stream": True}
+            with server.client.stream("POST", f"/v1/{path}", json=body, headers={"x-request-id": "mine"}) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                server.engine.abort("mine")
+                said = "".join(lines)
+            assert "the request was aborted" in said and "end_turn" not in said and '"abort"' not in said
 
 
 @pytest.mark.parametrize(
