@@ -1,19 +1,23 @@
 """Runs vLLM's own tests of its OpenAI server against this server.
 
-git clone https://github.com/vllm-project/vllm; pip install pytest-asyncio jsonschema regex requests
+git clone https://github.com/vllm-project/vllm; pip install pytest-asyncio jsonschema regex requests fastapi
 python -m benchmarks.serving.vllm_tests vllm tests/entrypoints/openai/completion/test_completion.py --model MODEL
 
 The tests start a server through `tests.utils.RemoteOpenAIServer` alone. This one starts `nanovllm serve` with `--model`
 under whatever name a test has, and drops options of vLLM that it does not know. Modules of vLLM are stand-ins: what a
 test takes from them skips the test when it is used. Arguments after the checkout go to pytest.
+
+`--dtype` of a test is dropped, since bfloat16 is slow on a CPU. `--longest` bounds the model's length, since some tests
+let the model write until its end; `tests/entrypoints/serve/tokenize` needs `--longest 8192`. The conftest.py of the
+tests' own directories is loaded, but not that of `tests`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import inspect
 import os
 import re
@@ -31,11 +35,13 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = "token-abc123"
     model_path = ""
+    longest = 2048
+    """The most that `--max-model-len` may be."""
 
     def __init__(self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any):
         self._command = [
             sys.executable, "-m", "nanovllm", "serve", "--model", self.model_path, "--served-model-name", model,
-            "--port", "0", *known_options(vllm_serve_args),
+            "--port", "0", *bounded(known_options(vllm_serve_args), self.longest),
         ]  # fmt: skip
         self._env = os.environ | (env_dict or {})
 
@@ -83,18 +89,28 @@ class RemoteOpenAIServer:
 
 
 def known_options(given: list[str]) -> list[str]:
-    """The options that `nanovllm serve` has, with their values. "--a=b" is the same as "--a b"."""
+    """The options that `nanovllm serve` has, with their values, but `--dtype`. "--a=b" is the same as "--a b"."""
     from nanovllm.cli.serve import serve
 
-    names = {"--" + name.replace("_", "-") for name in inspect.signature(serve).parameters}
+    names = {"--" + name.replace("_", "-") for name in inspect.signature(serve).parameters} - {"--dtype"}
     kept: list[str] = []
     keep = False
     for part in (piece for option in given for piece in option.split("=", 1)):
-        if part.startswith("--"):
+        if re.match("--?[a-z]", part):
+            part = part.replace("_", "-")
             keep = part in names or part.replace("--no-", "--", 1) in names
         if keep:
             kept.append(part)
     return kept
+
+
+def bounded(options: list[str], longest: int) -> list[str]:
+    """The options, with a `--max-model-len` of at most `longest`."""
+    name = "--max-model-len"
+    if name not in options:
+        return [*options, name, str(longest)]
+    at = options.index(name) + 1
+    return [*options[:at], str(min(longest, int(options[at]))), *options[at + 1 :]]
 
 
 def _skip(*_: Any, **__: Any) -> Any:
@@ -127,6 +143,15 @@ class _Hub:
         return ""
 
 
+class _Platform:
+    """What `current_platform` tells: none of vLLM's."""
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("is_"):
+            raise AttributeError(name)
+        return lambda *_: False
+
+
 class _Stub(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -150,6 +175,8 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         if module.__name__ == "vllm.version":
             module.__version__ = __version__  # type: ignore[attr-defined]
+        if module.__name__ == "vllm.platforms":
+            module.current_platform = _Platform()  # type: ignore[attr-defined]
         if module.__name__ == "vllm.tokenizers":
             module.get_tokenizer = lambda **_: _tokenizer()  # type: ignore[attr-defined]
         if module.__name__ == "vllm.transformers_utils.repo_utils":
@@ -162,30 +189,52 @@ def _tokenizer() -> Any:
     return load_tokenizer(RemoteOpenAIServer.model_path)
 
 
+def _utils(checkout: Path) -> ModuleType:
+    """`tests.utils`: the server, and what else the tests of servers take from there."""
+    import pytest
+
+    utils: Any = _Stub("tests.utils")
+    utils.RemoteOpenAIServer = RemoteOpenAIServer
+    utils.VLLM_PATH = checkout
+    utils.ROCM_EXTRA_ARGS, utils.ROCM_ENV_OVERRIDES = [], {}
+    utils.multi_gpu_only = lambda **_: pytest.mark.skip("asks for several GPUs")
+    utils.requires_fp8 = pytest.mark.skip("asks for a GPU with fp8")
+    return utils
+
+
+def _conftests(checkout: Path, pytest_args: list[str]) -> list[Any]:
+    """The conftest.py of each test file's directory, and of those above, without that of `tests`."""
+    root = checkout / "tests"
+    found: dict[str, Any] = {}
+    for argument in pytest_args:
+        path = checkout / argument.split("::")[0]
+        for directory in reversed([path, *path.parents]):
+            if directory != root and directory.is_relative_to(root) and (directory / "conftest.py").exists():
+                name = ".".join(directory.relative_to(checkout).parts) + ".conftest"
+                found[name] = importlib.import_module(name)
+    return list(found.values())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--model", help="by default the embedded SmolLM2")
+    parser.add_argument("--longest", type=int, default=RemoteOpenAIServer.longest, help="the most tokens of a sequence")
     args, pytest_args = parser.parse_known_args()
     import pytest
 
     from nanovllm.weights.demo_model import demo_model_path
 
     RemoteOpenAIServer.model_path = args.model or str(demo_model_path())
+    RemoteOpenAIServer.longest = args.longest
+    checkout = args.checkout.resolve()
     sys.meta_path.insert(0, _StubFinder())
-    tests, utils = ModuleType("tests"), ModuleType("tests.utils")
-    tests.__path__ = [str(args.checkout / "tests")]
-    utils.RemoteOpenAIServer = RemoteOpenAIServer  # type: ignore[attr-defined]
-    sys.modules |= {"tests": tests, "tests.utils": utils}
-    plugins: list[Any] = []
-    shared = args.checkout / "tests" / "entrypoints" / "conftest.py"  # plain fixtures: schemas, choices, grammars
-    if shared.exists():
-        spec = importlib.util.spec_from_file_location("shared_fixtures", shared)
-        assert spec is not None and spec.loader is not None
-        plugins.append(importlib.util.module_from_spec(spec))
-        spec.loader.exec_module(plugins[0])
+    tests = ModuleType("tests")
+    tests.__path__ = [str(checkout / "tests")]
+    sys.modules |= {"tests": tests, "tests.utils": _utils(checkout)}
+    plugins = _conftests(checkout, pytest_args)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
-    os.chdir(args.checkout)
+    os.chdir(checkout)
     return pytest.main(["--noconftest", "-p", "no:cacheprovider", "--import-mode=importlib", *pytest_args], plugins)
 
 
