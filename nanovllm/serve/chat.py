@@ -232,14 +232,13 @@ class ChatAnswer(ChunkedAnswer):
                 "index": index, "message": _message(choice),
                 "logprobs": {"content": choice.logprobs} if self._request.logprobs else None,
                 "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason,
+                "token_ids": choice.token_ids if self._request.return_token_ids else None,
             }  # fmt: skip
-            if self._request.return_token_ids:
-                entry["token_ids"] = choice.token_ids
             choices.append(entry)
         found: dict[str, Any] = {**self._head, "choices": choices, "usage": self._counted(usage)}
         found["prompt_logprobs"] = None if self._first is None else prompt_rows(self._first.prompt_logprobs)
-        if self._first is not None and self._request.return_token_ids:
-            found["prompt_token_ids"] = self._first.prompt_token_ids
+        told = self._first if self._request.return_token_ids else None
+        found["prompt_token_ids"] = None if told is None else told.prompt_token_ids
         return found
 
     def _counted(self, usage: dict[str, Any]) -> dict[str, Any]:

@@ -150,16 +150,16 @@ class CompletionAnswer(ChunkedAnswer):
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         choices = []
-        wants_prompt = self._request.prompt_logprobs is not None
+        wants_prompt, wants_ids = self._request.prompt_logprobs is not None, self._request.return_token_ids
         for index, choice in sorted(self._choices.items()):
             first = self._prompts[index // self._request.n]
             entry: dict[str, Any] = {
                 "index": index, "text": "".join(choice.texts), "logprobs": choice.all_logprobs,
                 "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason,
                 "prompt_logprobs": prompt_rows(first.prompt_logprobs) if wants_prompt else None,
+                "token_ids": choice.token_ids if wants_ids else None,
+                "prompt_token_ids": first.prompt_token_ids if wants_ids else None,
             }  # fmt: skip
-            if self._request.return_token_ids:
-                entry |= {"token_ids": choice.token_ids, "prompt_token_ids": first.prompt_token_ids}
             choices.append(entry)
         return {**self._head, "choices": choices, "usage": self._counted(usage)}
 

@@ -76,9 +76,11 @@ class CompletionLogprobs:
                 continue
             own = next(iter(row))
             logprobs.append(max(row[own].logprob, _LEAST))
-            best = dict.fromkeys([*_most_likely(row, self._num_top), own])
-            names = [token_name(t) if self._as_ids else row[t].decoded_token or "" for t in best]
-            tops.append({name: max(row[t].logprob, _LEAST) for name, t in zip(names, best)})
+            top: dict[str, float] = {}
+            for t in [own, *_most_likely(row, self._num_top)]:  # as vLLM: the token itself is first
+                name = token_name(t) if self._as_ids else row[t].decoded_token or ""
+                top.setdefault(name, max(row[t].logprob, _LEAST))
+            tops.append(top)
         return {
             "tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops,
             "text_offset": offsets,

@@ -65,6 +65,15 @@ def test_token_ids_in_a_stream(server, path):
     assert found == expected and prompts == {0: [prompt], 1: [prompt]}
 
 
+@pytest.mark.parametrize("asked", [{}, {"return_token_ids": False}])
+def test_token_ids_that_nobody_asked_for_are_null(server, asked):
+    """vLLM's clients read these fields from each whole answer."""
+    (choice,) = server.post("/v1/completions", prompt="x", max_tokens=1, **asked)["choices"]
+    assert choice["token_ids"] is None and choice["prompt_token_ids"] is None
+    found = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}], max_tokens=1, **asked)
+    assert found["choices"][0]["token_ids"] is None and found["prompt_token_ids"] is None
+
+
 def test_echo_and_log_probabilities(server, llm):
     """What lm-eval asks for: the log-probabilities of a prompt, and nothing generated."""
     prompt = "abc hello"
@@ -106,6 +115,10 @@ def test_tokens_are_called_by_their_ids(server):
     found = whole["logprobs"]
     body["return_tokens_as_token_ids"] = False
     plain = server.post("/v1/completions", prompt="abc", echo=True, logprobs=2, **body)["choices"][0]["logprobs"]
+    for told in (plain, found):  # as vLLM: each token stands first, though a prompt's are seldom the most likely
+        assert told["top_logprobs"][0] is None
+        own = [next(iter(top.items())) for top in told["top_logprobs"][1:]]
+        assert own == list(zip(told["tokens"], told["token_logprobs"]))[1:]
     body["return_tokens_as_token_ids"] = True
     assert found["tokens"] == [f"token_id:{t}" for t in ids] and found["text_offset"] == plain["text_offset"]
     assert found["token_logprobs"] == plain["token_logprobs"]
