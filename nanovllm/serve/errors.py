@@ -9,8 +9,9 @@ from nanovllm.frontend.output_stream import EngineDeadError
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
-    408: "timeout_error", 413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error",
-    500: "server_error", 501: "not_supported_error", 503: "service_unavailable_error",
+    408: "timeout_error", 413: "invalid_request_error", 414: "invalid_request_error",
+    415: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error", 500: "server_error",
+    501: "not_supported_error", 503: "service_unavailable_error",
 }  # fmt: skip
 
 

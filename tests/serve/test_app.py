@@ -256,7 +256,7 @@ def test_hostile_headers(guarded):
         (b"nonsense\r\n\r\n", b" 400 ", b"this is not a valid HTTP/1.1 request"),
     ):  # fmt: skip
         answer = raw(guarded.port, data)
-        assert answer.startswith(b"HTTP/1.1" + status) and answer.endswith(b"\r\n\r\n" + said), answer
+        assert answer.startswith(b"HTTP/1.1" + status) and b'{"error":{"message":"' + said in answer, answer
         assert answer.count(b"HTTP/1.1 4") == 1
     with socket.create_connection(("127.0.0.1", guarded.port)) as sock:  # headers that never end
         sock.settimeout(5)

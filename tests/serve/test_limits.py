@@ -1,5 +1,6 @@
 """Requests that follow others on a connection before these are answered (pipelining)."""
 
+import http.client
 import json
 import socket
 import time
@@ -88,7 +89,82 @@ def test_a_bad_request_alone_is_answered_at_once(slow):
 def test_few_requests_may_wait_on_a_connection(slow):
     found = answers(slow, STREAM + 200 * GET)
     assert [status for status, _ in found] == [200] * 65 + [503]
-    assert found[-1][1] == b"more than 64 requests wait for their answers on this connection"
+    error = json.loads(found[-1][1])["error"]
+    assert error["message"] == "more than 64 requests wait for their answers on this connection"
+    assert error["code"] == "overloaded"
+
+
+@pytest.mark.parametrize(
+    "refused, status, kind",
+    [
+        (HEADERS, 431, "invalid_request_error"), (URL, 414, "invalid_request_error"),
+        (b"nonsense\r\n\r\n", 400, "invalid_request_error"), (b"GET / HT", 408, "timeout_error"),
+    ],
+)  # fmt: skip
+def test_a_refusal_has_the_body_of_errors_and_an_id_that_the_log_has(slow, refused, status, kind, caplog):
+    with caplog.at_level("INFO", "nanovllm.serve.access"), socket.create_connection(("127.0.0.1", slow.port)) as sock:
+        sock.settimeout(20)
+        sock.sendall(refused)
+        answer = http.client.HTTPResponse(sock)
+        answer.begin()
+        error = json.load(answer)["error"]
+    assert answer.status == status and answer.headers["content-type"] == "application/json"
+    assert set(error) == {"message", "type", "param", "code"} and error["type"] == kind
+    (logged,) = (r for r in caplog.records if getattr(r, "request_id", "") == answer.headers["x-request-id"])
+    assert logged.message.startswith(f"127.0.0.1 - - {status}")
+
+
+BODY = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def small(model_path):
+    with RunningServer(model_path, ServeOptions(max_body_bytes=BODY, max_header_bytes=4096)) as running:
+        yield running
+
+
+def upload(sock, size, headers=b"", head=b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"):
+    sock.settimeout(20)
+    sock.sendall(head + headers + b"content-length: %d\r\n\r\n" % size)
+    for _ in range(0, size, 1 << 16):
+        sock.sendall(b"x" * (1 << 16))
+
+
+@pytest.mark.parametrize(
+    "headers, status",
+    [(b"connection: close\r\n", 413), (b"", 413), (b"connection: close\r\ncontent-type: text/plain\r\n", 415),
+     (b"h: %b\r\n" % (b"x" * 5000), 431)],
+    ids=["close", "keep", "type", "headers"],
+)  # fmt: skip
+def test_a_client_that_sends_all_before_it_reads_gets_its_answer(small, headers, status):
+    """Closed with data that was not read, the connection would be reset, and the answer be lost."""
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", small.port)) as sock:
+            upload(sock, 3 * BODY, headers)
+            answer = http.client.HTTPResponse(sock)
+            answer.begin()
+            assert answer.status == status and "error" in json.load(answer)
+            if status == 413 and not headers:  # the connection is as good as before
+                sock.sendall(GET)
+                assert sock.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("headers", [b"connection: close\r\n", b""], ids=["close", "keep"])
+def test_what_is_dropped_has_limits(small, headers):
+    with socket.create_connection(("127.0.0.1", small.port)) as sock, pytest.raises(ConnectionError):
+        upload(sock, 40 * BODY, headers)
+    with socket.create_connection(("127.0.0.1", small.port)) as sock:
+        sock.settimeout(20)
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + headers + b"content-length: 9999999\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}}"):
+            answer += sock.recv(65536)
+        assert b"\r\nconnection: close\r\n" in answer, "the connection cannot be used again"
+        time.sleep(3)  # the server waits for 2 seconds
+        with pytest.raises(ConnectionError):
+            for _ in range(2):
+                sock.sendall(b"x")
+                time.sleep(0.1)
 
 
 def test_a_client_that_goes_ends_the_request_that_is_answered(slow):
