@@ -169,6 +169,14 @@ class _BytePieces:
         piece = self._utf8.decode(self._bytes_of(token_id, self._skip_special_tokens))
         return self._strip(piece) if self._num_stripped else piece
 
+    def begins_after(self, token_id: int) -> int:
+        """How many characters stand between those that were given out and the one in which a next token begins.
+
+        It is 1 if the token shows that the bytes that are kept back are no character, else 0.
+        """
+        kept, first = self._utf8.getstate()[0], self._bytes_of(token_id, self._skip_special_tokens)[:1]
+        return max(0, len((kept + first).decode(errors="replace")) - 1)
+
     def finish(self) -> str:
         return self._strip(self._utf8.decode(b"", final=True))
 
@@ -211,6 +219,10 @@ class _DifferencePieces:
         self._num_read = len(self._token_ids)
         self._known = self._decode(self._token_ids)
         return piece
+
+    def begins_after(self, token_id: int) -> int:
+        """0: the bytes of tokens are not known here, so those that are kept back count as the beginning of one."""
+        return 0
 
     def finish(self) -> str:
         return self._decode(self._token_ids)[len(self._known) :]

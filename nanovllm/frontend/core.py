@@ -195,9 +195,9 @@ class EngineCore:
     def _stepped(self, grown: list[Request]) -> None:
         now = time.perf_counter()
         outputs = StepOutputs(self.stats(now - self._last_result), [], [], [], [], [], [])
-        for entry in [self._entries[key] for key in self._over if key in self._entries]:
-            if (error := _grammar_error(entry.request)) is not None:
-                self._fail(entry, error, outputs)
+        for over in [self._entries[key] for key in self._over if key in self._entries]:
+            if (error := _grammar_error(over.request)) is not None:
+                self._fail(over, error, outputs)
         by_request = self._by_request
         for request in grown:
             entry = by_request.get(request)

@@ -92,7 +92,7 @@ class CompletionAnswer(ChunkedAnswer):
             b',"logprobs":null,"finish_reason":null,"stop_reason":null',
         )  # fmt: skip
         self._request = request
-        self._token_text = service.engine.maker.decoder.token_text if service.engine.maker.decoder else str
+        self._decoder = service.engine.maker.decoder
         self._choices: dict[int, _Choice] = {}
         self._prompts: dict[int, RequestOutput] = {}
 
@@ -104,7 +104,8 @@ class CompletionAnswer(ChunkedAnswer):
             choice = self._choices.get(index)
             if choice is None:
                 wanted, as_ids = self._request.logprobs, self._request.return_tokens_as_token_ids
-                logprobs = None if wanted is None else CompletionLogprobs(wanted, as_ids)
+                skip = self._request.skip_special_tokens
+                logprobs = None if wanted is None else CompletionLogprobs(wanted, as_ids, self._decoder, skip)
                 choice = self._choices[index] = _Choice(logprobs)
             frames.append(self._feed(index, choice, piece, first))
         return b"".join(frames)
@@ -115,19 +116,21 @@ class CompletionAnswer(ChunkedAnswer):
         token_ids = piece.token_ids
         if request.max_tokens == 0:
             text, rows, token_ids = "", [], []
-        texts, ids = [row[t].decoded_token or "" for row, t in zip(rows, token_ids)], token_ids
         begins = not choice.begun
+        before: dict[str, Any] = {}
         if begins and request.echo:
-            text = self._prompt_text(first) + text
+            prompt = self._prompt_text(first)
+            text = prompt + text
             if choice.logprobs is not None and first.prompt_logprobs is not None:
-                rows = [*first.prompt_logprobs, *rows]  # type: ignore[list-item]
-                texts = [*map(self._token_text, first.prompt_token_ids), *texts]
-                ids = [*first.prompt_token_ids, *token_ids]
+                before = choice.logprobs.of_prompt(first.prompt_logprobs, first.prompt_token_ids, prompt)
         choice.begun = True
         choice.texts.append(text)
         choice.token_ids += token_ids
         choice.finish_reason, choice.stop_reason = piece.finish_reason, piece.stop_reason
-        logprobs = None if choice.logprobs is None else choice.logprobs.of(rows, texts, ids)
+        logprobs = None
+        if choice.logprobs is not None:
+            told = choice.logprobs.of(rows, token_ids)
+            logprobs = {name: before.get(name, []) + values for name, values in told.items()}
         if not request.stream:
             _extend(choice, logprobs)
             return b""
@@ -146,7 +149,7 @@ class CompletionAnswer(ChunkedAnswer):
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
-        return "".join(map(self._token_text, output.prompt_token_ids))
+        return "" if self._decoder is None else self._decoder.decode(output.prompt_token_ids, False)
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
         choices = []

@@ -1,11 +1,17 @@
 """/v1/completions: the same tokens as `LLM.generate`, in OpenAI's shapes."""
 
+import bisect
+import random
 import threading
 
 import pytest
 
 from nanovllm import SamplingParams
+from nanovllm.engine.detokenizer import TextDecoder
+from nanovllm.outputs import Logprob
 from nanovllm.serve import completions
+from nanovllm.serve.token_logprobs import CompletionLogprobs
+from tests import tiny
 
 PROMPTS = ["hello there", "one two three four", "abc"]
 
@@ -234,3 +240,83 @@ def test_continuous_usage(server, path, prompt):
     options["include_usage"] = False
     events = server.events(f"/v1/{path}", **prompt, max_tokens=3, stream_options=options)
     assert all("usage" not in e for e in events[:-1])
+
+
+def test_tokens_that_are_parts_of_characters(server, llm):
+    """Their names are their bytes, none is lost, and they begin at their character, as OpenAI has it."""
+    prompt = "a🦜日 é"
+    ids = llm.tokenizer.encode(prompt)
+    params = SamplingParams(max_tokens=6, temperature=0, logprobs=20, prompt_logprobs=20, ignore_eos=True)
+    (expected,) = llm.generate(prompt, params, use_tqdm=False)
+    body = dict(prompt=prompt, max_tokens=6, temperature=0, logprobs=20, ignore_eos=True)
+    for echo in (True, False):
+        choice = server.post("/v1/completions", **body, echo=echo)["choices"][0]
+        found = choice["logprobs"]
+        assert found["tokens"][: len(ids)].count("bytes:\\xf0") == echo
+        rows = [*(expected.prompt_logprobs if echo else ()), *expected.outputs[0].logprobs]
+        own = [*(ids if echo else ()), *expected["token_ids"]]
+        assert len(found["tokens"]) == len(rows)
+        for name, token_id, row, top in zip(found["tokens"], own, rows, found["top_logprobs"]):
+            if row is not None:
+                assert len(top) == len(row) and sorted(top.values()) == sorted(p.logprob for p in row.values())
+                assert top[name] == pytest.approx(row[token_id].logprob)  # by which lm-eval finds the greedy token
+        assert found["text_offset"] == sorted(found["text_offset"])
+        assert max(found["text_offset"]) < len(choice["text"])
+        if echo:
+            raw = [llm.engine.maker.decoder.token_bytes(token_id) for token_id in ids]
+            before = [b"".join(raw[:i]) for i in range(len(ids))]
+            assert found["text_offset"][: len(ids)] == [len(b.decode(errors="ignore")) for b in before]
+        pieces = [e["choices"][0]["logprobs"] for e in server.events("/v1/completions", **body, echo=echo)[:-1]]
+        assert {name: [x for piece in pieces for x in piece[name]] for name in found} == found
+    assert (
+        server.post("/v1/completions", **body | dict(prompt=ids, max_tokens=0), echo=True)["choices"][0]["text"]
+        == prompt
+    )
+
+
+@pytest.mark.parametrize("as_ids", [True, False])
+def test_special_tokens_that_a_prompt_has_and_those_that_the_tokenizer_adds(as_ids):
+    tokenizer = tiny.tokenizer()
+    special, *ids = tokenizer.encode("<|end|>a<|end|>b")
+    rows = [{t: Logprob(-1.0, 1, "")} for t in (special, *ids)]
+    for text, offsets in (("a<|end|>b", [0, 0, 1, 8]), ("<|end|>a<|end|>b", [0, 7, 8, 15])):
+        logprobs = CompletionLogprobs(1, as_ids, TextDecoder(tokenizer))
+        assert logprobs.of_prompt(rows, [special, *ids], text)["text_offset"] == offsets
+        assert logprobs.of(rows[1:2], ids[:1])["text_offset"] == [len(text)]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_offsets_are_those_of_the_text_whatever_the_tokens(skip):
+    """Any bytes: half characters that others follow, wrong ones, and special tokens."""
+    tokenizer = tiny.tokenizer()
+    decoder, rng = TextDecoder(tokenizer), random.Random(0)
+    special = tokenizer.eos_token_id
+    parts = {bytes([b]): t for t in range(len(tokenizer)) if len(b_ := decoder.token_bytes(t)) == 1 for b in b_}
+    alphabet = [parts[bytes([b])] for b in (0x61, 0xF0, 0x9F, 0xA6, 0x9C, 0xE0, 0x80, 0xEF, 0xBF, 0xBD, 0xC3, 0xFF)]
+    for _ in range(300):
+        ids = [rng.choice([*alphabet, special]) for _ in range(rng.randrange(1, 9))]
+        logprobs = CompletionLogprobs(1, False, decoder, skip)
+        rows = [{t: Logprob(-1.0, 1, "")} for t in ids]
+        found = logprobs.of(rows, ids)["text_offset"]
+        raw = [decoder.bytes_of(t, skip) for t in ids]
+        begins = character_begins(b"".join(raw))
+        assert len(begins) == len(decoder.decode(ids, skip)) and found == sorted(found)
+        for i in range(len(ids)):
+            if raw[i]:
+                assert found[i] == bisect.bisect(begins, len(b"".join(raw[:i]))) - 1, (ids, i)
+
+
+def character_begins(data):
+    """The indices of the bytes at which the characters of a text begin; wrong bytes are U+FFFD."""
+    begins, at = [], 0
+    while at < len(data):
+        try:
+            good, wrong = data[at:].decode(), 0
+        except UnicodeDecodeError as error:
+            good, wrong = data[at : at + error.start].decode(), error.end - error.start
+        for character in good:
+            begins.append(at)
+            at += len(character.encode())
+        begins += [at] * (wrong > 0)
+        at += wrong
+    return begins
