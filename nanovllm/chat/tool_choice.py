@@ -85,12 +85,16 @@ class ToolPlan:
         if self.choice == "none":
             return None
         kind = LlamaToolParser if self.format == "llama3" else HermesToolParser
-        return kind(None if self.parallel and self.choice != "named" else 1)
+        return kind(None if self.parallel and self.choice != "named" else 1, self._must_call)
+
+    @property
+    def _must_call(self) -> bool:
+        return self.choice in ("required", "named")
 
     @property
     def grammar(self) -> str | None:
         """A grammar (Lark, llguidance's dialect) of answers that call a tool; None: the model need not call one."""
-        if self.choice not in ("required", "named"):
+        if not self._must_call:
             return None
         key = "parameters" if self.format == "llama3" else "arguments"
         before, after, between = ("", "", "; ") if self.format == "llama3" else (CALL + "\n", "\n" + END_CALL, "\n")

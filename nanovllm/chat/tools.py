@@ -34,10 +34,13 @@ class ToolParser(ABC):
 
     Args:
         max_calls: calls after this many are left out. None: all are kept.
+        only_calls: a grammar allows nothing but calls, so text can only be the beginning of a call that was cut off.
+            It is left out.
     """
 
-    def __init__(self, max_calls: int | None = None) -> None:
+    def __init__(self, max_calls: int | None = None, only_calls: bool = False) -> None:
         self._max_calls = max_calls
+        self._only_calls = only_calls
         self._num_calls = 0
         self._reader: CallReader | None = None
         self._blanks: list[str] | None = []
@@ -80,6 +83,8 @@ class ToolParser(ABC):
             deltas += found
 
     def _content(self, text: str, deltas: list[Delta]) -> None:
+        if self._only_calls:
+            return
         if self._blanks is not None:
             stripped = text.lstrip(BLANKS)
             # White space after a call is left out; at the beginning of an answer it counts if text follows.
@@ -107,8 +112,8 @@ class ToolParser(ABC):
 class HermesToolParser(ToolParser):
     """Calls between `<tool_call>` and `</tool_call>`, as Qwen 2.5 and 3 write them."""
 
-    def __init__(self, max_calls: int | None = None) -> None:
-        super().__init__(max_calls)
+    def __init__(self, max_calls: int | None = None, only_calls: bool = False) -> None:
+        super().__init__(max_calls, only_calls)
         self._text = TextUntil(CALL)
         self._after: TextUntil | None = None
         """While text between a call's object and its end tag is left out. A model may forget the end tag."""
@@ -149,8 +154,8 @@ class LlamaToolParser(ToolParser):
     them.
     """
 
-    def __init__(self, max_calls: int | None = None) -> None:
-        super().__init__(max_calls)
+    def __init__(self, max_calls: int | None = None, only_calls: bool = False) -> None:
+        super().__init__(max_calls, only_calls)
         self._text = TextUntil(PYTHON)
         self._may_begin = True
         """Whether `{` would begin a call."""

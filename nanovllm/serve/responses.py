@@ -228,8 +228,15 @@ class ResponseAnswer:
             logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             done = self._event(kind, **_place(block), text=block.text, **logprobs)
             done += self._event("response.content_part.done", **_place(block), part=_part(block, block.text))
-        item = _item(block, "completed")
+        item = _item(block, self._status(block))
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _status(self, block: Block) -> str:
+        """Of an item that is closed: the end of the answer may have cut the last one off."""
+        if self._blocks.finish_reason in (None, "stop") or block is not self._blocks.all[-1]:
+            return "completed"
+        # A call may be complete, and the next one cut off before its name.
+        return "completed" if block.kind == "call" and _is_json(block.text) else "incomplete"
 
     def end(self, usage: dict[str, Any]) -> bytes:
         response = self.whole(usage)
@@ -246,13 +253,21 @@ class ResponseAnswer:
         status = "completed" if complete else "incomplete"
         return {
             **self._head, "status": status, "incomplete_details": None if complete else {"reason": reason},
-            "output": [_item(block, "completed") for block in self._blocks.all],
+            "output": [_item(block, self._status(block)) for block in self._blocks.all],
             "usage": {
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
                 "output_tokens_details": usage["completion_tokens_details"],
             },
         }  # fmt: skip
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
+        return False
+    return True
 
 
 def _id(block: Block) -> str:

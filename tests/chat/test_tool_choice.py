@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.chat import HermesToolParser, LlamaToolParser, ToolPlan
+from nanovllm.chat import HermesToolParser, LlamaToolParser, ToolPlan, parse
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 G = {"type": "function", "function": {"name": "g"}}
@@ -24,6 +24,13 @@ def test_choices():
     tool = {"type": "function", "function": {"name": "h", "parameters": referring}}
     assert 'arguments_0: %json {"type": "object", "$defs"' in ToolPlan.of([tool], "required").grammar
     assert "*" not in ToolPlan.of([F], "required", parallel=False).grammar
+
+
+@pytest.mark.parametrize("choice, content", [("required", None), (NAMED, None), ("auto", "<tool")])
+def test_only_an_answer_that_may_be_text_has_text(choice, content):
+    call = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'
+    message = parse(ToolPlan.of([F, G], choice).parser(), call + "<tool")
+    assert message.content == content and len(message.tool_calls) == 1
 
 
 def test_finish_reasons():

@@ -129,6 +129,17 @@ def test_calls_beyond_the_limit_are_left_out():
     assert parse(HermesToolParser(max_calls=1), CALL + NOW + "end") == Message("end", None, (WEATHER,))
 
 
+@pytest.mark.parametrize(
+    "parser, call", [(HermesToolParser, CALL), (LlamaToolParser, '{"name": "f", "parameters": {}}; ')]
+)
+@pytest.mark.parametrize("cut", ["", " ", "<tool", '<tool_call>\n{"na', '{"na'])
+def test_where_a_call_must_come_the_beginning_of_one_is_no_text(parser, call, cut):
+    """`max_tokens` cuts calls off that a grammar demands."""
+    for before in ("", call):
+        message = parse(parser(only_calls=True), before + cut)
+        assert message.content is None and len(message.tool_calls) == bool(before)
+
+
 def test_the_format_is_read_off_the_template():
     assert tool_format("{% if tools %}<tool_call>{% endif %}") == "hermes"
     assert tool_format("{% if tools %}<tool_call><function=f>{% endif %}") is None

@@ -86,6 +86,23 @@ def test_responses(client, server):
         assert caught.value.param == next(iter(wrong))
 
 
+def test_what_an_incomplete_response_cuts_off_is_incomplete(server):
+    cut = dict(input="hello there", max_output_tokens=4, ignore_eos=True, temperature=0)
+    whole = server.post("/v1/responses", **cut)
+    assert [whole["status"], *(item["status"] for item in whole["output"])] == ["incomplete", "incomplete"]
+    *_, done, last = server.events("/v1/responses", **cut)
+    assert done["type"] == "response.output_item.done" and done["item"]["status"] == "incomplete"
+    assert last["response"]["output"][0]["status"] == "incomplete"
+    ended = server.post("/v1/responses", input="x", structured_outputs={"choice": ["yes"]})
+    assert [ended["status"], *(item["status"] for item in ended["output"])] == ["completed", "completed"]
+    schema = {"properties": {"a": {"const": "long" * 8}}, "required": ["a"], "additionalProperties": False}
+    call = {"type": "function", "name": "f", "parameters": schema}
+    for limit, status in ((50, "incomplete"), (200, "completed")):
+        found = server.post("/v1/responses", input="x", tools=[call], tool_choice="required",
+                            parallel_tool_calls=False, max_output_tokens=limit)  # fmt: skip
+        assert found["status"] == status and [item["status"] for item in found["output"]] == [status], found
+
+
 def test_messages(claude, server):
     asked = dict(model="model", max_tokens=12, messages=MESSAGES, extra_body={"temperature": 0}, system="be brief")
     whole = claude.messages.create(**asked)
