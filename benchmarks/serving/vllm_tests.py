@@ -139,7 +139,7 @@ class _Unavailable(metaclass=_Used):
 class _Hub:
     """The hub, which has no file for a test: its adapters are refused, and the base model is tested."""
 
-    def snapshot_download(self, **_: Any) -> str:
+    def snapshot_download(self, *_: Any, **__: Any) -> str:
         return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -88,6 +89,8 @@ class Conversation:
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             **constraint(request),
         )
+        if self.tools.grammar is not None and request.structured_outputs is None:
+            params = replace(params, structured_outputs=None)  # a response_format is of the text, which calls replace
         try:
             self.params = self.plan.params(params)
         except ValueError as error:
@@ -153,7 +156,8 @@ class ChatAnswer(ChunkedAnswer):
         request, service = conversation.request, conversation.service
         name = f"chatcmpl-{request_id}", "chat.completion.chunk" if request.stream else "chat.completion"
         super().__init__(
-            service, request, name, usage, b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null'
+            service, request, name, lambda: self._so_far(usage()),
+            b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null'
         )  # fmt: skip
         self._conversation = conversation
         self._request = request
@@ -162,6 +166,7 @@ class ChatAnswer(ChunkedAnswer):
         self._token_bytes = decoder.token_bytes
         self._choices: dict[int, Choice] = {}
         self._first: RequestOutput | None = None
+        self._num_told = 0  # tokens of the pieces that were fed
 
     def feed(self, prompt_index: int, output: RequestOutput) -> bytes:
         self._first = self._first or output
@@ -195,6 +200,7 @@ class ChatAnswer(ChunkedAnswer):
         if not choice.begun:
             choice.begun = True
             frames.append(self._first_frame(piece.index))
+        self._num_told += len(piece.token_ids)
         ended = choice.finish_reason is not None
         if self._plain and not ended:
             for delta in deltas:
@@ -240,6 +246,11 @@ class ChatAnswer(ChunkedAnswer):
         told = self._first if self._request.return_token_ids else None
         found["prompt_token_ids"] = None if told is None else told.prompt_token_ids
         return found
+
+    def _so_far(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The usage with the tokens that the stream has told: none before the first role, as vLLM has it."""
+        num = self._num_told
+        return usage | {"completion_tokens": num, "total_tokens": usage["prompt_tokens"] + num}
 
     def _counted(self, usage: dict[str, Any]) -> dict[str, Any]:
         return self._conversation.with_reasoning(usage, [choice.thoughts for choice in self._choices.values()])

@@ -237,6 +237,16 @@ def test_continuous_usage(server, path, prompt):
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == last["usage"]["completion_tokens"] == 9
     assert [c["choices"][0]["finish_reason"] for c in chunks if c["choices"][0]["finish_reason"]] == ["length"]
+    if path == "chat/completions":
+        assert counts[0] == 0 < counts[1], "a role is no token"
+        asked = dict(max_tokens=9, ignore_eos=True, n=2, return_token_ids=True, stream_options=options)
+        *chunks, last, _ = server.events(f"/v1/{path}", **prompt, **asked)
+        told = 0
+        for chunk in chunks:
+            told += len(chunk["choices"][0].get("token_ids") or ())
+            assert chunk["usage"]["completion_tokens"] == told
+            assert chunk["usage"]["total_tokens"] == told + last["usage"]["prompt_tokens"]
+        assert told == last["usage"]["completion_tokens"] == 18
     options["include_usage"] = False
     events = server.events(f"/v1/{path}", **prompt, max_tokens=3, stream_options=options)
     assert all("usage" not in e for e in events[:-1])

@@ -60,6 +60,18 @@ def test_a_tool_that_must_be_called(server):
         assert "".join(d["function"].get("arguments", "") for d in deltas) == call["function"]["arguments"]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize("given", [FORMAT, {"type": "json_object"}])
+def test_a_response_format_is_left_out_where_a_tool_must_be_called(server, given, choice):
+    """As OpenAI and vLLM do: it is of the text, and the answer has none."""
+    body = dict(messages=MESSAGES, tools=[F], tool_choice=choice, max_tokens=100, temperature=0)
+    expected = server.post("/v1/chat/completions", **body)["choices"][0]
+    found = server.post("/v1/chat/completions", response_format=given, **body)["choices"][0]
+    calls = [[c["function"] for c in chosen["message"]["tool_calls"]] for chosen in (found, expected)]
+    assert calls[0] == calls[1] and found["finish_reason"] == expected["finish_reason"]
+    assert {call["name"] for call in calls[0]} == {"f"} and not found["message"]["content"]
+
+
 def test_a_grammar_that_breaks_is_an_error_and_no_token_beyond_it_is_told(server):
     tokenizer = server.engine.tokenizer
     allowed = [tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id]
@@ -151,8 +163,8 @@ def test_an_aborted_request_ends_with_an_error(model_path):
         (dict(structured_outputs={"choice": ["a"]}, ignore_eos=True), "ignore_eos"),
         (dict(structured_outputs={"choice": ["a"]}, tools=[F], tool_choice="required"), "exclude each other"),
         (
-            dict(response_format=FORMAT, tools=[F], tool_choice="required"),
-            'response_format: it and tool_choice="required"',
+            dict(response_format={"type": "xml"}, tools=[F], tool_choice="required"),
+            "response_format={'type': 'xml'}: type must be",
         ),
         (dict(response_format=FORMAT | {"json_schema": {"schema": {}, "strickt": 1}}), "no field 'strickt'"),
         (dict(allowed_token_ids=[99999]), "outside the vocabulary"),
