@@ -34,7 +34,9 @@ class AnswerPlan:
         return cls(tools, "optional" if may_reason(prompt, chat_template) else None)
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with the grammar of a call that the model must write; any constraint begins after reasoning.
+        """The parameters, with the grammar of calls, if there is one; any constraint begins after reasoning.
+
+        Structured outputs take the place of calls that the model may write, but need not.
 
         Where tools may be called, the text keeps special tokens: `<|python_tag|>` is one, and so may `<tool_call>` be.
 
@@ -42,12 +44,12 @@ class AnswerPlan:
             ValueError: there are structured outputs, and a tool must be called.
         """
         given, grammar = params.structured_outputs, self.tools.grammar
-        if given is not None and grammar is not None:
+        if given is not None and grammar is not None and self.tools.must_call:
             called = given.called if isinstance(given, StructuredOutputs) else "structured_outputs"
             raise ValueError(f'{called}: it and tool_choice="{self.tools.choice}" exclude each other; drop one')
         if self.tools.choice != "none":
             params = replace(params, skip_special_tokens=False)
-        spec = given if grammar is None else StructuredOutputs(grammar=grammar, called="tools")
+        spec = given if grammar is None or given is not None else StructuredOutputs(grammar=grammar, called="tools")
         if not isinstance(spec, StructuredOutputs):
             return params
         return replace(params, structured_outputs=replace(spec, reasoning=spec.reasoning or self.reasoning))

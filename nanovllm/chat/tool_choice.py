@@ -14,8 +14,27 @@ from nanovllm.wording import brief
 
 MAX_TOOLS = 128
 """Most tools of a request: OpenAI's limit."""
+_FUNCTION_FIELDS = ("name", "description", "parameters", "strict", "return", "cache_control")
+"""What a description may have: OpenAI's fields, "return" of transformers, and a hint that asks for nothing."""
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}'
+
+
+_THOUGHT = r"/<think>(.|\n)*/"
+_TAG = rf"""
+to_call[lazy]: TO_CALL
+text: TEXT
+TO_CALL: /(.|\n)*{CALL}/ & ~{_THOUGHT}
+TEXT: /(.|\n)*/ & ~{_THOUGHT}"""
+_OBJECT = (
+    r"""
+text: TEXT
+TEXT: /([^{ \n\t\r](.|\n)*)?/ & ~/(.|\n)*<\|python_tag\|>(.|\n)*/ & ~"""
+    + _THOUGHT
+)
+"""Rules of the text of answers that may call a tool: nothing that begins as a call is text. A thought before the answer
+has a rule of its own, which a text that may begin with one would hide.
+"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +63,9 @@ class ToolPlan:
 
         Args:
             tools: a list of OpenAI's descriptions of functions, or None.
-            tool_choice: "none", "auto", "required", or `{"type": "function", "function": {"name": ...}}`. None: "auto"
-                if there are tools.
+            tool_choice: "none", "auto", "required", `{"type": "function", "function": {"name": ...}}`, or
+                `{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [...]}}`. None: "auto" if there
+                are tools.
             chat_template: the model's, which decides the format of calls; one that shows no tools gets hermes.
             parallel: OpenAI's `parallel_tool_calls`.
 
@@ -53,6 +73,8 @@ class ToolPlan:
             ValueError: a field is wrong; the message names it.
         """
         checked = _checked_tools(tools)
+        if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+            checked, tool_choice = _allowed(checked, tool_choice.get("allowed_tools"))
         names = [tool["function"]["name"] for tool in checked]
         choice, name = ("auto" if checked else "none") if tool_choice is None else tool_choice, None
         if isinstance(choice, Mapping):
@@ -85,34 +107,68 @@ class ToolPlan:
         if self.choice == "none":
             return None
         kind = LlamaToolParser if self.format == "llama3" else HermesToolParser
-        return kind(None if self.parallel and self.choice != "named" else 1, self._must_call)
+        return kind(None if self.parallel and self.choice != "named" else 1, self.must_call)
 
     @property
-    def _must_call(self) -> bool:
+    def must_call(self) -> bool:
+        """Whether an answer must be calls."""
         return self.choice in ("required", "named")
 
     @property
     def grammar(self) -> str | None:
-        """A grammar (Lark, llguidance's dialect) of answers that call a tool; None: the model need not call one."""
-        if not self._must_call:
+        """A grammar (Lark, llguidance's dialect) of answers; None: any answer is right.
+
+        If a tool must be called, it allows calls alone. If one may be called, and a tool has `strict`, it allows text,
+        and calls whose arguments match the schemas of tools with `strict`.
+        """
+        is_strict = [tool["function"].get("strict") is True for tool in self.tools]
+        if not self.must_call and not (self.choice == "auto" and any(is_strict)):
             return None
         key = "parameters" if self.format == "llama3" else "arguments"
         before, after, between = ("", "", "; ") if self.format == "llama3" else (CALL + "\n", "\n" + END_CALL, "\n")
+        if self.format == "hermes" and not self.must_call:
+            before = "\n"  # the text before it ends with the tag
         functions = [tool["function"] for tool in self.tools if self.name in (None, tool["function"]["name"])]
         rules = []
         for i, function in enumerate(functions):
             # A schema is the root of its own: references in it begin there.
-            schema = {"type": "object", **(function.get("parameters") or {}), "x-guidance": JSON_STYLE}
+            parameters = function.get("parameters") if self.must_call or function.get("strict") else None
+            schema = {"type": "object", **(parameters or {}), "x-guidance": JSON_STYLE}
             beginning = f'{before}{{"name": {json.dumps(function["name"])}, "{key}": '
             rules += [f"call_{i}: {json.dumps(beginning)} arguments_{i} {json.dumps('}' + after)}"]
             rules += [f"arguments_{i}: %json {json.dumps(schema)}"]
-        more = f" ({json.dumps(between)} call)*" if self.parallel and self.choice == "required" else ""
+        more = f" ({json.dumps(between)} call)*" if self.parallel and self.choice != "named" else ""
+        start = f"start: call{more}"
+        if not self.must_call and self.format == "llama3":
+            start += " | text" + _OBJECT
+        elif not self.must_call:
+            start = ("start: (to_call call)* text" if more else "start: to_call call | text") + _TAG
         calls = " | ".join(f"call_{i}" for i in range(len(functions)))
-        return "\n".join([f"start: call{more}", f"call: {calls}", *rules])
+        return "\n".join([start, f"call: {calls}", *rules])
 
     def finish_reason(self, reason: str | None, has_calls: bool) -> str | None:
         """OpenAI's finish reason of an answer. "length" and "abort" stay; a named function ends with "stop"."""
         return "tool_calls" if reason == "stop" and has_calls and self.choice != "named" else reason
+
+
+def _allowed(tools: tuple[Mapping[str, Any], ...], allowed: Any) -> tuple[tuple[Mapping[str, Any], ...], str]:
+    """(the tools that OpenAI's `allowed_tools` leaves, "auto" or "required")"""
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    chosen = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(chosen, Sequence) or isinstance(chosen, str) or not chosen:
+        raise ValueError(
+            f'tool_choice: allowed_tools={brief(allowed)}: must be {{"mode": "auto" or "required", "tools": [{{"type":'
+            ' "function", "function": {"name": ...}}, ...]}'
+        )
+    left = {tool["function"]["name"]: tool for tool in tools}
+    names = []
+    for one in chosen:
+        function = one.get("function") if isinstance(one, Mapping) and one.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or name not in left:
+            raise ValueError(f"tool_choice: there is no function {brief(name or one)} in tools, which has {[*left]}")
+        names.append(name)
+    return tuple(tool for name, tool in left.items() if name in names), mode
 
 
 def _checked_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
@@ -132,6 +188,11 @@ def _checked_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(
                 f"tools[{i}]: name={brief(name)}: must have 1 to 64 letters, digits, dashes, dots and underscores"
             )
+        if unknown := {name for name, value in function.items() if value is not None} - set(_FUNCTION_FIELDS):
+            known = ", ".join(_FUNCTION_FIELDS[:4])
+            raise ValueError(f"tools[{i}]: function has no field {min(map(str, unknown))[:80]!r}; known are {known}")
+        if not isinstance(function.get("strict"), bool | None):
+            raise ValueError(f"tools[{i}]: strict={brief(function['strict'])}: must be true or false")
         if name in names:
             raise ValueError(f"tools[{i}]: name={name!r}: another tool has this name; rename one")
         if parameters is not None and not isinstance(parameters, Mapping):

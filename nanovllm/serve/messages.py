@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from nanovllm.chat.reasoning import START
 from nanovllm.outputs import RequestOutput
 from nanovllm.serve.answering import answer
 from nanovllm.serve.blocks import Block, Blocks
@@ -20,6 +21,10 @@ from nanovllm.serve.service import Service
 from nanovllm.wording import brief
 
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+_TOOL_FIELDS = ("name", "description", "input_schema", "strict", "type", "cache_control", "eager_input_streaming")
+"""What a tool may have. The last two ask for nothing of the answer."""
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
@@ -136,9 +141,13 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
             raise ApiError(
                 400, f"tools[{i}]: type={brief(tool['type'], 40)}: only functions of yours are supported", "tools"
             )
+        if unknown := {name for name, value in tool.items() if value is not None} - set(_TOOL_FIELDS):
+            known = ", ".join(_TOOL_FIELDS)
+            raise ApiError(400, f"tools[{i}]: no field {min(unknown)[:80]!r} is supported; known are {known}", "tools")
     return [
         {"type": "function", "function": {"name": t.get("name"), "description": t.get("description", ""),
-                                          "parameters": t.get("input_schema", {"type": "object"})}}
+                                          "parameters": t.get("input_schema", {"type": "object"}),
+                                          **({"strict": t["strict"]} if t.get("strict") is not None else {})}}
         for t in tools
     ]  # fmt: skip
 
@@ -161,8 +170,11 @@ def _thinking(thinking: dict[str, Any] | None, service: Service) -> dict[str, An
     kind = None if thinking is None else thinking.get("type")
     if kind not in (None, "disabled", "enabled", "adaptive"):
         raise ApiError(400, f"thinking: type={brief(kind, 40)}: must be enabled or disabled", "thinking")
-    if kind is not None and "enable_thinking" in (service.chat_template or ""):
+    template = service.chat_template or ""
+    if kind is not None and "enable_thinking" in template:
         return {"enable_thinking": kind != "disabled"}
+    if kind == "enabled" and START not in template:
+        raise ApiError(400, "thinking: type='enabled': this model does not reason; leave it out", "thinking")
     return {}
 
 

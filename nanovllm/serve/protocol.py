@@ -107,7 +107,7 @@ _NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "top_logprobs": (0,), "stream_options": ({"include_obfuscation": False},),
     "use_beam_search": (False,), "length_penalty": (1, 1.0), "include_reasoning": (True,), "suffix": ("",),
     "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (-1,), "add_special_tokens": (False,),
-    "function_call": ("none", "auto"), "functions": ([],),
+    "function_call": (), "functions": ([],),
     "documents": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},), "vllm_xargs": ({},),
     "guided_decoding_backend": None, "thinking_token_budget": (), "web_search_options": (), "audio": (),
     "prompt_cache_options": None, "moderation": (), "cache_control": None, "container": (), "diagnostics": (),

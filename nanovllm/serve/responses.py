@@ -119,6 +119,8 @@ def _chat_request(request: ResponsesRequest) -> ChatRequest:
     choice = request.tool_choice
     if isinstance(choice, dict) and choice.get("type") == "function":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
+    elif isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice = {"type": "allowed_tools", "allowed_tools": _allowed_tools(choice)}
     return ChatRequest(
         messages=messages, max_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p,
         **{name: getattr(request, name) for name in _SAME}, tools=_tools(request.tools),
@@ -155,9 +157,22 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
             raise ApiError(
                 400, f"tools[{i}]: type={brief(tool.get('type'), 40)}: only functions are supported", "tools"
             )
-        known = {k: v for k, v in tool.items() if k in ("name", "description", "parameters") and v is not None}
-        found.append({"type": "function", "function": known})
+        function = {k: v for k, v in tool.items() if k != "type" and v is not None}  # checked with those of a chat
+        found.append({"type": "function", "function": function})
     return found
+
+
+def _allowed_tools(choice: dict[str, Any]) -> dict[str, Any]:
+    """The tools of a choice in the shape of a chat's."""
+    tools = choice.get("tools")
+    if isinstance(tools, list):
+        tools = [
+            {"type": "function", "function": {"name": tool.get("name")}}
+            if isinstance(tool, dict) and tool.get("type") == "function"
+            else tool
+            for tool in tools
+        ]
+    return {"mode": choice.get("mode"), "tools": tools}
 
 
 def _format(text: dict[str, Any] | None) -> dict[str, Any] | None:

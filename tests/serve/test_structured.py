@@ -117,6 +117,71 @@ def test_a_grammar_that_grows_too_complex_says_so_on_every_route(server, monkeyp
     assert last["type"] == "error" and last["error"] == error
 
 
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_strict_tools_have_a_grammar_where_the_model_may_call(server, strict):
+    """The keyword is one that no grammar can have."""
+    function = {"name": "f", "strict": strict, "parameters": UNIQUE}
+    claude = {"name": "f", "strict": strict, "input_schema": UNIQUE}
+    for path, body in (
+        ("chat/completions", dict(messages=MESSAGES, max_tokens=3, tools=[{"type": "function", "function": function}])),
+        ("responses", dict(input="hello", max_output_tokens=3, tools=[{"type": "function", **function}])),
+        ("messages", dict(messages=MESSAGES, max_tokens=3, tools=[claude])),
+    ):
+        if strict:
+            status, error = server.refused(f"/v1/{path}", **body)
+            assert status == 400 and error["message"].startswith("tools: ") and "uniqueItems" in error["message"]
+        else:
+            server.post(f"/v1/{path}", **body)
+
+
+def test_an_answer_beside_strict_tools_is_any_text(server):
+    letters = server.post("/tokenize", prompt="abcdefghijklmnop")["tokens"]  # a random model writes no UTF-8
+    body = dict(messages=MESSAGES, max_tokens=30, temperature=0, allowed_token_ids=letters)
+    function = {"name": "f", "strict": True, "parameters": {"type": "object", "properties": {}}}
+    free = server.post("/v1/chat/completions", **body)["choices"]
+    bound = server.post("/v1/chat/completions", **body, tools=[{"type": "function", "function": function}])["choices"]
+    assert bound == free and free[0]["message"]["content"]
+
+
+def test_allowed_tools(server):
+    parameters = {"type": "object", "properties": {}, "additionalProperties": False}
+    functions = [{"name": name, "parameters": parameters} for name in ("f", "g")]
+    chat = [{"type": "function", "function": function} for function in functions]
+    one = {"type": "function", "function": {"name": "g"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [one]}}
+    body = dict(messages=MESSAGES, max_tokens=100, tools=chat, tool_choice=choice, parallel_tool_calls=False)
+    (call,) = server.post("/v1/chat/completions", **body)["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "g", "arguments": "{}"}
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    asked = dict(input="hello", tools=[{"type": "function", **f} for f in functions], parallel_tool_calls=False)
+    whole = server.post("/v1/responses", **asked, tool_choice=flat, max_output_tokens=100)
+    assert [item["name"] for item in whole["output"]] == ["g"] and whole["tool_choice"] == flat
+    for path, wrong in (("chat/completions", body | {"tool_choice": choice | {"allowed_tools": {}}}),
+                        ("responses", asked | {"tool_choice": flat | {"tools": []}})):  # fmt: skip
+        status, error = server.refused(f"/v1/{path}", **wrong)
+        assert status == 400 and error["param"] == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("messages", dict(thinking={"type": "enabled", "budget_tokens": 1024}), "this model does not reason"),
+        ("messages", dict(tools=[{"name": "f", "zzz": 1}]), "tools[0]: no field 'zzz' is supported"),
+        ("chat/completions", dict(tools=[{"type": "function", "function": {"name": "f", "zzz": 1}}]), "no field 'zzz'"),
+        ("responses", dict(tools=[{"type": "function", "name": "f", "zzz": 1}]), "no field 'zzz'"),
+        ("chat/completions", dict(function_call="auto"), "function_call='auto': use tool_choice"),
+        ("chat/completions", dict(function_call="none"), "function_call='none': use tool_choice"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(server, path, body, param):
+    asked = {"input": "x"} if path == "responses" else {"messages": MESSAGES, "max_tokens": 3}
+    status, error = server.refused(f"/v1/{path}", **asked, **body)
+    assert status == 400 and param in error["message"]
+
+
 def test_an_aborted_request_ends_with_an_error(model_path):
     with RunningServer(model_path, client=slow_client(model_path)) as server:
         for path in ("completions", "chat/completions", "messages"):
