@@ -18,6 +18,11 @@ class AnswerParser:
         self._reasoning = reasoning
         self._tools = tools
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of the text comes out as content, and at once."""
+        return self._reasoning is None and self._tools is None
+
     def feed(self, text: str, last: bool = False) -> list[Delta]:
         """Take more text; returns what is certain now. last: no more will come."""
         deltas: list[Delta] = []

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.answering import answer
 from nanovllm.serve.blocks import Block, Blocks
 from nanovllm.serve.chat import Conversation
@@ -17,6 +17,7 @@ from nanovllm.serve.event_stream import event
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import ChatRequest, parse
 from nanovllm.serve.service import Service
+from nanovllm.serve.token_logprobs import chat_logprobs
 from nanovllm.wording import brief
 
 _RENAMED = {"max_tokens": "max_output_tokens", "response_format": "text", "reasoning_effort": "reasoning",
@@ -27,6 +28,9 @@ _SAME = (
     "logit_bias", "structured_outputs", "chat_template_kwargs", "cache_salt", "request_id",
 )  # fmt: skip
 """Fields that a chat has as well."""
+
+
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True):
@@ -44,6 +48,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
     include: list[str] = []
+    top_logprobs: int | None = None
     truncation: str = "disabled"
     previous_response_id: str | None = None
     background: bool = False
@@ -95,8 +100,12 @@ def _refuse_state(request: ResponsesRequest) -> None:
         "reasoning", request.reasoning, {"effort": None, "summary": ("auto",), "generate_summary": ("auto",)}
     )
     for name in request.include:
-        if name != "reasoning.encrypted_content":  # there is none, so nothing is left out
+        if name not in (_LOGPROBS, "reasoning.encrypted_content"):  # of the latter there is none
             raise ApiError(400, f"include: {brief(name)} is not supported", "include")
+
+    if request.top_logprobs and _LOGPROBS not in request.include:
+        said = f"top_logprobs={request.top_logprobs}: needs include=[{_LOGPROBS!r}]; add it"
+        raise ApiError(400, said, "top_logprobs")
 
 
 def _refuse_others(name: str, given: dict[str, Any] | None, known: dict[str, tuple[str, ...] | None]) -> None:
@@ -125,6 +134,7 @@ def _chat_request(request: ResponsesRequest) -> ChatRequest:
         messages=messages, max_tokens=request.max_output_tokens, temperature=request.temperature, top_p=request.top_p,
         **{name: getattr(request, name) for name in _SAME}, tools=_tools(request.tools),
         tool_choice=choice, parallel_tool_calls=request.parallel_tool_calls, response_format=_format(request.text),
+        logprobs=_LOGPROBS in request.include, top_logprobs=request.top_logprobs,
         reasoning_effort=(request.reasoning or {}).get("effort"),
     )  # fmt: skip
 
@@ -188,7 +198,8 @@ class ResponseAnswer:
 
     def __init__(self, request: ResponsesRequest, conversation: Conversation, request_id: str) -> None:
         self._conversation = conversation
-        self._blocks = Blocks(conversation.plan.parser())
+        self._blocks = Blocks(conversation.plan.parser(), self._rows if _LOGPROBS in request.include else None)
+        self._num_top = request.top_logprobs or 0
         self._number = 0
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}", "object": "response", "created_at": int(time.time()), "status": "in_progress",
@@ -196,10 +207,16 @@ class ResponseAnswer:
             "max_output_tokens": request.max_output_tokens, "model": conversation.service.model_name, "output": [],
             "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None,
             "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None}, "store": False,
-            "temperature": request.temperature, "text": request.text or {"format": {"type": "text"}},
+            "temperature": request.temperature,
+            "top_logprobs": request.top_logprobs or 0, "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto", "tools": request.tools or [], "top_p": request.top_p,
             "truncation": "disabled", "usage": None, "metadata": request.metadata or {},
         }  # fmt: skip
+
+    def _rows(self, piece: CompletionOutput) -> list[dict[str, Any]]:
+        decoder = self._conversation.service.engine.maker.decoder
+        assert decoder is not None, "a chat has a tokenizer"
+        return chat_logprobs(piece.logprobs or (), self._num_top, decoder.token_bytes)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._number = self._number, self._number + 1
@@ -229,7 +246,7 @@ class ResponseAnswer:
                 "response.function_call_arguments.delta", item_id=_id(block), output_index=block.index, delta=text
             )
         kind = "response.output_text.delta" if block.kind == "text" else "response.reasoning_text.delta"
-        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        logprobs = {"logprobs": block.logprobs[block.num_told :]} if block.kind == "text" else {}
         return self._event(kind, **_place(block), delta=text, **logprobs)
 
     def _close(self, block: Block, text: str) -> bytes:
@@ -240,7 +257,7 @@ class ResponseAnswer:
             )  # fmt: skip
         else:
             kind = "response.output_text.done" if block.kind == "text" else "response.reasoning_text.done"
-            logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            logprobs = {"logprobs": block.logprobs} if block.kind == "text" else {}
             done = self._event(kind, **_place(block), text=block.text, **logprobs)
             done += self._event("response.content_part.done", **_place(block), part=_part(block, block.text))
         item = _item(block, self._status(block))
@@ -296,7 +313,7 @@ def _place(block: Block) -> dict[str, Any]:
 def _part(block: Block, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": block.logprobs if text else []}
 
 
 def _item(block: Block, status: str, empty: bool = False) -> dict[str, Any]:

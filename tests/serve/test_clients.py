@@ -86,6 +86,27 @@ def test_responses(client, server):
         assert caught.value.param == next(iter(wrong))
 
 
+def test_logprobs_of_responses(server):
+    same = dict(temperature=0, ignore_eos=True, top_logprobs=2)
+    chat = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}], max_tokens=12,
+                       logprobs=True, **same)  # fmt: skip
+    expected = chat["choices"][0]["logprobs"]["content"]
+    body = dict(input="hello", max_output_tokens=12, include=["message.output_text.logprobs"], **same)
+    (part,) = server.post("/v1/responses", **body)["output"][0]["content"]
+    assert part["logprobs"] == expected and len(expected) == 12 and len(expected[0]["top_logprobs"]) == 2
+    events = server.events("/v1/responses", **body)
+    told = [row for e in events if e["type"] == "response.output_text.delta" for row in e["logprobs"]]
+    (done,) = (e for e in events if e["type"] == "response.output_text.done")
+    assert told == expected[: len(told)] and told and done["logprobs"] == expected
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == expected
+    (part,) = server.post("/v1/responses", input="hello", max_output_tokens=3)["output"][0]["content"]
+    assert part["logprobs"] == []
+    for wrong, param in ((body | {"include": []}, "top_logprobs"), (body | {"top_logprobs": 999}, "top_logprobs"),
+                         (body | {"include": ["message.input_image.image_url"]}, "include")):  # fmt: skip
+        status, error = server.refused("/v1/responses", **wrong)
+        assert (status, error["param"]) == (400, param)
+
+
 def test_what_an_incomplete_response_cuts_off_is_incomplete(server):
     cut = dict(input="hello there", max_output_tokens=4, ignore_eos=True, temperature=0)
     whole = server.post("/v1/responses", **cut)
