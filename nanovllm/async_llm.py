@@ -167,9 +167,12 @@ class AsyncLLM:
             if not self._streams:
                 self.last_step_time = time.monotonic()
             self._streams[key], self._keys[name] = stream, key
-        params = params_to_send(request.params)
+        message = StartRequest(
+            key, request.prompt_token_ids, params_to_send(request.params), request.seed, request.cache_salt,
+            request.name or request_id, request.client,
+        )  # fmt: skip
         try:
-            self.client.start(StartRequest(key, request.prompt_token_ids, params, request.seed, request.cache_salt))
+            self.client.start(message)
         except BaseException:
             self._forget(key)
             raise

@@ -1,5 +1,6 @@
 """`nanovllm serve` and `nanovllm bench serve` as commands."""
 
+import json
 import os
 import re
 import signal
@@ -167,3 +168,37 @@ def test_an_engine_does_not_outlive_its_server(process):
     server.kill()
     server.wait(10)
     wait_until(lambda: not alive(engine))
+
+
+@pytest.mark.slow
+def test_all_processes_log_json(tmp_path):
+    """Every line of every process is JSON, and one about a request has the client's id."""
+    tiny.save_with_tokenizer(tmp_path)
+    command = [sys.executable, "-m", "nanovllm", "serve", str(tmp_path), "--device", "cpu", "--port", "0"]
+    command += (
+        "--num-kvcache-blocks 64 --kvcache-block-size 16 --log-json --log-level info --tensor-parallel-size 2".split()
+    )
+    command += ["--api-servers", "2"]
+    allowed = [tiny.tokenizer().convert_tokens_to_ids("z")]
+    body = {"prompt": "x", "structured_outputs": {"regex": "ab"}, "allowed_token_ids": allowed}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            lines, found = [], None
+            while not found and (line := server.stderr.readline()):
+                lines.append(line)
+                found = re.search(r"at (http://127\.0\.0\.1:\d+) ", line)
+            assert found, lines
+            named = {"x-request-id": "of-the-client"}
+            answer = httpx.post(f"{found[1]}/v1/completions", json=body, headers=named, timeout=60, trust_env=False)
+            assert answer.status_code == 400
+            server.terminate()
+            lines += server.stderr.readlines()
+        finally:
+            server.kill()
+    records = [json.loads(line) for line in lines]
+    assert all(r["time"].endswith("Z") and r["level"] and r["logger"] and r["message"] for r in records)
+    loggers = {record["logger"] for record in records if "rank" not in record}
+    assert {"nanovllm.serve", "nanovllm.engine.llm_engine"} <= loggers
+    assert {"nanovllm.engine.llm_engine"} <= {record["logger"] for record in records if record.get("rank") == 1}
+    (early,) = [record for record in records if "ends early" in record["message"]]
+    assert early["request_id"] == "of-the-client" and "request of-the-client ends early" in early["message"]

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 LEAVES = {
     "config", "console", "model_config", "model_entries", "model_families", "model_rope",
     "arguments", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
-    "structured_outputs", "early_exit", "status_process", "wording",
+    "structured_outputs", "early_exit", "fair_thread", "log_format", "status_process", "wording",
 }  # fmt: skip
 ALLOWED = {
     "hardware": set(),

@@ -19,6 +19,7 @@ from nanovllm.cli.serve_options import (
 )
 from nanovllm.console import working
 from nanovllm.early_exit import terminated_with_a_line
+from nanovllm.log_format import say_as_log
 
 if TYPE_CHECKING:
     from socket import socket
@@ -102,7 +103,7 @@ def _run(
         siblings = None
         loading = f"Loading {options.model_names[0]} ..."
         if not sys.stderr.isatty():
-            print(loading, file=sys.stderr, flush=True)
+            _say(loading, reports.log_json)
         with working(loading, timed=True):
             if process.in_process:
                 from nanovllm.frontend.engine_client import ThreadClient
@@ -110,7 +111,7 @@ def _run(
                 log_start_in_files(level)
                 client = ThreadClient(config)
             else:
-                client = ProcessClient(config, always, level, shared=count > 1)
+                client = ProcessClient(config, always, level, count > 1, reports.log_json)
         engine = AsyncLLM(client=client)
         if others:
             given = ApiProcessConfig(
@@ -126,8 +127,15 @@ def _run(
                 "the server listens at %s without a key: every client that reaches it may use it; pass --api-key",
                 listener.host,
             )
-        print(f"{_said(options, engine, listener, sock)} (Ctrl-C ends it)", file=sys.stderr)
+        _say(f"{_said(options, engine, listener, sock)} (Ctrl-C ends it)", reports.log_json)
         run(Server(engine, options, listener, siblings), sock, tracing)
+
+
+def _say(text: str, as_json: bool) -> None:
+    if as_json:
+        say_as_log(logging.getLogger("nanovllm.serve"), text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _said(options: ServeOptions, engine: AsyncLLM, listener: Listener, sock: socket) -> str:

@@ -270,7 +270,7 @@ class LLMEngine:
         """What a completion's newest token means for its log-probabilities, stop strings, stream and constraint."""
         seq = completion.seq
         if seq.constraint is not None and seq.constraint.ended_by_force(seq.num_output_tokens) and seq.finished:
-            logger.warning("request %d ends early: %s", request.request_id, seq.constraint.error)
+            self._log_early_end(request, seq.constraint.error)
             seq.finish_reason, seq.stop_reason = "abort", None
         if completion.logprobs is not None and logprobs is not None:
             completion.logprobs.append(logprobs.row(row, seq.params.logprobs or 0, request.token_text))
@@ -288,11 +288,16 @@ class LLMEngine:
         error = constraint.error_at(seq.num_output_tokens)
         if error is None:
             return
-        logger.warning("request %d ends early: %s", request.request_id, error)
+        self._log_early_end(request, error)
         if constraint.is_broken_at(seq.num_output_tokens):
             self.scheduler.finish(seq, "abort")
         elif self.ranks.rank == 0:  # time differs among ranks: this one tells the others
             self.abort(request, seq.index)
+
+    def _log_early_end(self, request: Request, error: str | None) -> None:
+        if self.ranks.rank == 0:  # which alone knows the request's name
+            extra = {"request_id": request.name}
+            logger.warning("request %s ends early: %s", request.log_name, error, extra=extra)
 
     def _read_prompt_logprobs(self, prompt: PromptLogprobs) -> None:
         found = self._completions.get(prompt.seq)

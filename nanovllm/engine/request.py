@@ -99,6 +99,8 @@ class Request:
         offline: only the time of the request's end matters, not that of its first token.
         listener: called with the request by the thread that runs the engine's steps: when a completion ended, when the
             request was lost, and for an incremental request when it got a token. It must be quick and must not raise.
+        name: what its client calls it, for logs; None: it has no name but `request_id`.
+        client: who has sent it, as far as a server tells its clients apart.
         failure: what a failed step raised, if the request was lost by it.
         arrival_time, first_token_time, finish_time: on the clock `time.perf_counter`.
         arrival_date: seconds since the epoch.
@@ -125,6 +127,8 @@ class Request:
         self.offline = False
         self.listener: Callable[[Request], None] | None = None
         self.failure: BaseException | None = None
+        self.name: str | None = None
+        self.client = ""
         self.arrival_time = time.perf_counter()
         self.arrival_date = time.time()
         self.first_token_time: float | None = None
@@ -147,6 +151,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return sum(c.seq.num_output_tokens for c in self.completions)
+
+    @property
+    def log_name(self) -> str:
+        """What logs call it."""
+        return str(self.request_id) if self.name is None else self.name
 
     def notify(self) -> None:
         """Tell the listener that there is news."""

@@ -100,6 +100,11 @@ class RequestMaker:
                 completion.constrain(constraint)
         return request
 
+    def has_unchecked_grammar(self, params: SamplingParams) -> bool:
+        """Whether `check` would have to compile a grammar."""
+        spec = params.structured_outputs
+        return isinstance(spec, StructuredOutputs) and not self._checker.has_passed(spec)
+
     def has_new_grammar(self, params: SamplingParams) -> bool:
         """Whether `make` would have to check or compile a grammar."""
         spec = params.structured_outputs

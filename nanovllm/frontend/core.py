@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.processes import RankError
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
+from nanovllm.fair_thread import FairThread
 from nanovllm.frontend.core_messages import (
     KEYS_PER_FRONT_END,
     AbortRequest,
@@ -65,7 +65,7 @@ class EngineCore:
         self._by_request: dict[Request, _Entry] = {}
         self._compiling: dict[int, list[int | None]] = {}
         """Requests whose grammar is being compiled, and the completions of them that were aborted meanwhile."""
-        self._compiler = ThreadPoolExecutor(1, "grammars")
+        self._compiler = FairThread("grammars")
         self._over: dict[int, None] = {}
         """Keys of requests with completions that ended without a token in a step."""
         self._lock = threading.Lock()
@@ -93,15 +93,15 @@ class EngineCore:
             params = SamplingParams(**message.params | {"seed": None})
             is_new = self.engine.maker.has_new_grammar(params)
         except Exception as error:  # of whatever kind: the thread that brings requests must go on
-            self._refuse(message.key, error)
+            self._refuse(message, error)
             return
         if is_new:
             with self._lock:
                 self._compiling[message.key] = []
             try:
-                self._compiler.submit(self._start, message, params)
+                self._compiler.submit(message.client, self._start, message, params)
             except RuntimeError:  # the engine was closed
-                self._refuse(message.key, ValueError("the engine was closed"))
+                self._refuse(message, ValueError("the engine was closed"))
         else:
             self._start(message, params)
 
@@ -112,10 +112,10 @@ class EngineCore:
         try:
             request = self.engine.maker.make(prompt, params, seed=message.seed, with_text=False)
         except Exception as error:
-            self._refuse(message.key, error)
+            self._refuse(message, error)
             return
         entry = _Entry(message.key, request)
-        request.listener = self._listen
+        request.listener, request.name = self._listen, message.name
         with self._lock:
             self._entries[message.key] = self._by_request[request] = entry
             aborted = self._compiling.pop(message.key, ())
@@ -124,13 +124,14 @@ class EngineCore:
             self.engine.abort(request, completion)
         self._waiter.news.set()
 
-    def _refuse(self, key: int, error: Exception) -> None:
+    def _refuse(self, message: StartRequest, error: Exception) -> None:
         """Tell `deliver` why there will be no such request."""
+        key, name = message.key, message.name
         with self._lock:
             self._compiling.pop(key, None)
         refused = isinstance(error, (ValueError, TypeError))
         if not refused:
-            logger.error("request %d cannot be made", key, exc_info=error)
+            logger.error("request %s cannot be made", name or key, exc_info=error, extra={"request_id": name})
         told = str(error) if refused else "the engine failed when it took this request"
         self._deliver(StepOutputs(self.stats(0.0), failed=[(key, "refused" if refused else "lost", told)]))
 
@@ -171,7 +172,7 @@ class EngineCore:
 
     def release(self) -> None:
         """Called after `run` has returned: break the cycles that would keep the engine and its memory."""
-        self._compiler.shutdown(cancel_futures=True)
+        self._compiler.close()
         self._deliver = lambda outputs: None
         with self._lock:
             for entry in self._entries.values():
@@ -235,7 +236,8 @@ class EngineCore:
     def _tell_ends(self, entry: _Entry, outputs: StepOutputs) -> None:
         request = entry.request
         if request.failure is not None:
-            logger.error("request %d was lost: %r", entry.key, request.failure)
+            extra = {"request_id": request.name}
+            logger.error("request %s was lost: %r", request.log_name, request.failure, extra=extra)
             outputs.failed.append((entry.key, "lost", "the engine failed while it computed this request"))
         else:
             for index, completion in enumerate(request.completions):

@@ -35,6 +35,10 @@ class StartRequest(NamedTuple):
     """As `params_to_send` makes it."""
     seed: int
     cache_salt: str | None = None
+    name: str | None = None
+    """What its client calls it, for logs."""
+    client: str = ""
+    """Whose request it is: clients take turns in having new grammars compiled."""
 
 
 class AbortRequest(NamedTuple):

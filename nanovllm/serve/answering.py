@@ -117,7 +117,8 @@ async def answer(
                 raise
             told = as_api_error(error)
             if told.status == 500:
-                logger.exception("request %s failed within its stream", exchange.request_id)
+                extra = {"request_id": exchange.request_id}
+                logger.exception("request %s failed within its stream", exchange.request_id, extra=extra)
             last = shape.error(told)
         await events.finish(last)
     finally:

@@ -145,7 +145,8 @@ class App:
     async def _tell(self, exchange: Exchange, error: Exception) -> None:
         told = as_api_error(error)
         if told.status == 500:
-            logger.error("request %s failed", exchange.request_id, exc_info=error)
+            extra = {"request_id": exchange.request_id}
+            logger.error("request %s failed", exchange.request_id, exc_info=error, extra=extra)
         if exchange.status is None and not exchange.gone:
             await exchange.answer_json(_body(exchange, told), told.status, told.headers())
 

@@ -13,6 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.ranks.leader import RankError
 from nanovllm.frontend.core import EngineCore
 from nanovllm.frontend.core_messages import StepOutputs
+from nanovllm.log_format import log_to_stderr
 from nanovllm.serve.frames import CONFIG, FAILED, STEP, read_frames
 from nanovllm.serve.front_ends import FrontEnds
 from nanovllm.serve.log_setup import log_start_in_files
@@ -35,7 +36,7 @@ def main(descriptor: int, listener: int | None = None) -> None:
     kind, data = next(frames)
     assert kind == CONFIG, kind
     given = msgspec.msgpack.decode(data)
-    logging.basicConfig(level=given["log_level"], format="%(levelname)s %(name)s: %(message)s")
+    log_to_stderr(given["log_level"], given["log_json"])
     log_start_in_files(given["log_level"])
     front_ends = FrontEnds(sock, frames)
 

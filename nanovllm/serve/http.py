@@ -53,6 +53,12 @@ class Exchange:
         """The last header of each name, in lower case."""
         return dict(self.scope["headers"])
 
+    @property
+    def peer(self) -> str:
+        """The address at the other end of the connection, without its port."""
+        client = self.scope.get("client")
+        return "" if client is None else str(client[0])
+
     async def body(self, max_bytes: int, timeout: float) -> bytes:
         """The whole body.
 

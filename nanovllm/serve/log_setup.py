@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import logging.handlers
 import queue
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from nanovllm.log_format import TEXT, JsonFormatter, log_the_rest
 
 
 def log_start_in_files(level: int) -> None:
@@ -17,21 +18,6 @@ def log_start_in_files(level: int) -> None:
     if level <= logging.WARNING and not sys.stderr.isatty():
         for name in ("model_setup", "fast.cuda_graphs"):
             logging.getLogger(f"nanovllm.engine.{name}").setLevel(logging.INFO)
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        found = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname, "logger": record.name, "message": record.getMessage(),
-        }  # fmt: skip
-        if (request_id := getattr(record, "request_id", None)) is not None:
-            found["request_id"] = request_id
-        if record.exc_info:
-            found["exception"] = self.formatException(record.exc_info)
-        return json.dumps(found)
 
 
 class _KeepsException(logging.handlers.QueueHandler):
@@ -49,17 +35,23 @@ def logging_thread(level: int, as_json: bool, access: bool) -> Iterator[None]:
         access: log every answer.
     """
     stream = logging.StreamHandler()
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stream.setFormatter(JsonFormatter() if as_json else plain)
+    stream.setFormatter(JsonFormatter() if as_json else logging.Formatter(TEXT))
     records: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     root, handler = logging.getLogger(), _KeepsException(records)  # type: ignore[arg-type]
+    handler.setFormatter(stream.formatter)  # the stream formats; here it says what this process logs (`logs_json`)
     before, root.handlers = root.handlers, [handler]
     root.setLevel(level)
     logging.getLogger("nanovllm.serve.access").setLevel(logging.INFO if access else logging.WARNING)
     listener = logging.handlers.QueueListener(records, stream)  # type: ignore[arg-type]
     listener.start()
+    hooks = sys.excepthook, threading.excepthook
+    if as_json:
+        log_the_rest()
     try:
         yield
     finally:
+        sys.excepthook, threading.excepthook = hooks
+        if as_json:
+            logging.captureWarnings(False)
         listener.stop()
         root.handlers = before

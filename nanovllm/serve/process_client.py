@@ -71,12 +71,13 @@ class ProcessClient(SocketClient):
     """
 
     def __init__(
-        self, config: EngineConfig, restart: bool = True, log_level: int = logging.WARNING, shared: bool = False
-    ) -> None:
+        self, config: EngineConfig, restart: bool = True, log_level: int = logging.WARNING, shared: bool = False,
+        log_json: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         given = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
         assert given["fast_policy"] is None, "a policy stays in its process"
-        self._config = {"config": given, "log_level": log_level}
+        self._config = {"config": given, "log_level": log_level, "log_json": log_json}
         self._restart = restart
         self._delay = RestartDelay()
         self._folder: tempfile.TemporaryDirectory[str] | None = None

@@ -14,6 +14,7 @@ from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.chat.template import chat_text, check_messages
 from nanovllm.engine.request import Request
+from nanovllm.fair_thread import FairThread
 from nanovllm.frontend.output_stream import OutputStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.admission import Admission
@@ -26,6 +27,7 @@ from nanovllm.serve.http import Exchange
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.sampling import as_api_error, bad_request
+from nanovllm.structured_outputs import GrammarsBusyError
 from nanovllm.wording import brief, counted
 
 T = TypeVar("T")
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 _INLINE_COST = 8192
 """Characters that are tokenized or rendered at once; longer texts go to a thread."""
 _CHARACTERS_A_TOKEN = 4
+_GRAMMAR_SECONDS = 30.0
+"""For which a new grammar may wait for others of its client, and for a turn of each other client."""
 _TEMPLATE_VARIABLES_TAKEN = frozenset({
     "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
@@ -59,6 +63,7 @@ class Service:
         self.admission = Admission(
             options.max_waiting, options.max_waiting_tokens, options.max_per_key, self.metrics.rejected
         )
+        self._grammars = FairThread("grammar-checks")
         self.created = int(time.time())
         self.generated: Callable[[Generation], None] | None = None
         """Called with every generation that has ended; for traces."""
@@ -173,6 +178,9 @@ class Service:
         ticket = self.admission.enter(key, completions, params.n * sum(estimates))
         streams: list[OutputStream] = []
         try:
+            client = key or exchange.peer
+            if self.engine.maker.has_unchecked_grammar(params):
+                await self._check_grammar(client, params)
             requests: list[Request] = []
             for prompt in prompts:
                 whole: dict[str, Any] = {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -185,6 +193,7 @@ class Service:
             ticket.set_tokens(params.n * sum(len(request.prompt_token_ids) for request in requests))
             base = exchange.request_id
             for i, request in enumerate(requests):
+                request.name, request.client = base, client
                 streams.append(self.engine.start(request, self._unique(base if len(requests) == 1 else f"{base}-{i}")))
             return Generation(streams, ticket, exchange, self.metrics, self.options.queue_timeout, self.generated)
         except BaseException as error:
@@ -197,6 +206,18 @@ class Service:
                     told.param = name
                 raise told from error
             raise
+
+    async def _check_grammar(self, client: str, params: SamplingParams) -> None:
+        """Find out, when it is this client's turn, whether a new grammar compiles within bounds.
+
+        Raises:
+            ValueError: it does not. GrammarsBusyError: its turn has not come in time.
+        """
+        checked = asyncio.wrap_future(self._grammars.submit(client, self.engine.maker.check, params))
+        try:
+            await asyncio.wait_for(checked, _GRAMMAR_SECONDS)
+        except asyncio.TimeoutError:
+            raise GrammarsBusyError("other new grammars are being compiled; try again later") from None
 
     def _make(self, prompt: dict[str, Any], params: SamplingParams, add_special_tokens: bool) -> Request:
         maker = self.engine.maker

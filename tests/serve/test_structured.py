@@ -2,17 +2,21 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import msgspec
 import pytest
 from llguidance import LLParserLimits
 
 from nanovllm import SamplingParams
 from nanovllm.frontend.core_messages import params_to_send
+from nanovllm.serve.options import ServeOptions
 from nanovllm.structured import constraint_maker
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import GrammarsBusyError
-from tests.serve.running import RunningServer, slow_client
+from tests.serve.running import RunningServer, slow_client, wait_until
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 SCHEMA = {
@@ -249,6 +253,39 @@ def test_a_grammar_that_has_to_wait_too_long_is_a_503(server, monkeypatch):
     answer = server.client.post("/v1/completions", json={"prompt": "x", "structured_outputs": {"choice": ["busy"]}})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "2"
     assert "try again later" in answer.json()["error"]["message"]
+
+
+def test_one_client_does_not_keep_others_from_new_grammars(model_path, monkeypatch):
+    """Grammars that take long, all of one API key: one of another key is checked after at most two of them."""
+    checked, go, real = [], threading.Event(), GrammarChecker.check
+
+    def check(self, spec):
+        if threading.current_thread().name.startswith("grammar-checks"):
+            checked.append(spec.regex)
+            assert go.wait(20)
+        real(self, spec)
+
+    monkeypatch.setattr(GrammarChecker, "check", check)
+
+    def ask(key, regex):
+        body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": regex}}
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json=body, headers={"x-api-key": key}, timeout=60, trust_env=False
+        )
+        return answer.status_code, answer.text
+
+    with RunningServer(model_path, ServeOptions(api_keys=("greedy-key", "other-key"))) as server:
+        admission = server.server.service.admission
+        with ThreadPoolExecutor(12) as threads:
+            asked = [threads.submit(ask, "greedy-key", f"[ab]{{{i + 2}}}") for i in range(10)]
+            wait_until(lambda: admission.num_open == 10 and checked)
+            other = threads.submit(ask, "other-key", "[cd]{9}")
+            wait_until(lambda: admission.num_open == 11)
+            go.set()
+            for answer in (other, *asked):
+                assert answer.result()[0] == 200, answer.result()
+        server.assert_idle()
+    assert len(checked) == 11 and checked.index("[cd]{9}") <= 2
 
 
 def test_parameters_travel_to_another_process():

@@ -32,6 +32,7 @@ from nanovllm.engine.ranks.interrupts import interrupts_deferred
 from nanovllm.engine.request import InboxEntry
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.kernels import resolve_kernels
+from nanovllm.log_format import logs_json
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.registry import model_class
 from nanovllm.wording import counted
@@ -78,7 +79,7 @@ class Leader(Ranks):
         self._processes = Processes(
             "nanovllm.engine.ranks.worker", self._size, environment, on_failure, stuck, still_seconds(config, device)
         )
-        self._processes.send((config, self._directory, logger.getEffectiveLevel()))
+        self._processes.send((config, self._directory, logger.getEffectiveLevel(), logs_json()))
         weakref.finalize(self, leave, self._processes, groups)
 
     @property

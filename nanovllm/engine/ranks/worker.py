@@ -20,6 +20,7 @@ from nanovllm.engine.llm_engine import LLMEngine  # noqa: E402
 from nanovllm.engine.ranks.follower import Follower  # noqa: E402
 from nanovllm.engine.ranks.interface import AbortRecord, still_seconds  # noqa: E402
 from nanovllm.engine.request import Request  # noqa: E402
+from nanovllm.log_format import log_to_stderr  # noqa: E402
 
 
 def follow(engine: LLMEngine, connection: Connection) -> None:
@@ -50,9 +51,9 @@ def main() -> None:
     connection = RankConnection(descriptor)
     follower: Follower | None = None
     try:
-        config, directory, level = connection.recv()
+        config, directory, level, as_json = connection.recv()
         level = level if level <= logging.INFO else logging.ERROR  # rank 0 has the same warnings
-        logging.basicConfig(level=level, format=f"%(levelname)s rank {rank} %(name)s: %(message)s")
+        log_to_stderr(level, as_json, f"%(levelname)s rank {rank} %(name)s: %(message)s", rank=rank)
         follower = Follower(rank, config, connection, directory)
         connection.tell_moves(still_seconds(config, follower.device))
         follow(LLMEngine(config, ranks=follower), connection)
