@@ -198,7 +198,7 @@ class Server(uvicorn.Server):
 
 def run(server: Server, sock: socket.socket, tracing: Tracing | None = None) -> None:
     """Serve until a signal ends it, then end the engine. sock: from `Listener.open`."""
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     if tracing is not None:
         server.service.generated = tracing.record
     try:
@@ -214,7 +214,7 @@ def run(server: Server, sock: socket.socket, tracing: Tracing | None = None) -> 
             tracing.close()
 
 
-def _raise_descriptor_limit() -> None:
+def raise_descriptor_limit() -> None:
     """A connection is a file descriptor, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
