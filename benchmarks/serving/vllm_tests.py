@@ -1,6 +1,6 @@
 """Runs vLLM's own tests of its OpenAI server against this server.
 
-git clone https://github.com/vllm-project/vllm; pip install pytest-asyncio jsonschema regex requests fastapi
+git clone https://github.com/vllm-project/vllm; pip install pytest-asyncio jsonschema regex requests fastapi anthropic
 python -m benchmarks.serving.vllm_tests vllm tests/entrypoints/openai/completion/test_completion.py --model MODEL
 
 The tests start a server through `tests.utils.RemoteOpenAIServer` alone. This one starts `nanovllm serve` with `--model`
@@ -79,9 +79,19 @@ class RemoteOpenAIServer:
 
         return openai.AsyncOpenAI(**self._options(options))
 
-    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+    def get_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.Anthropic(**self._options(options, self.url_root))
+
+    def get_async_client_anthropic(self, **options: Any) -> Any:
+        import anthropic
+
+        return anthropic.AsyncAnthropic(**self._options(options, self.url_root))
+
+    def _options(self, options: dict[str, Any], base_url: str | None = None) -> dict[str, Any]:
         return {
-            "base_url": self.url_for("v1"),
+            "base_url": base_url or self.url_for("v1"),
             "api_key": self.DUMMY_API_KEY,
             "max_retries": 0,
             "timeout": 600,

@@ -90,9 +90,8 @@ class CompletionLogprobs:
                 found.append((None, None))
                 continue
             top: dict[str, float] = {}
-            for token_id in dict.fromkeys(
-                [own, *_most_likely(row, self._num_top)]
-            ):  # as vLLM: the token itself is first
+            own_first = dict.fromkeys([own, *_most_likely(row, self._num_top)])  # as vLLM has it
+            for token_id in own_first:
                 name = self._name(token_id)
                 top[token_name(token_id) if name in top else name] = max(row[token_id].logprob, _LEAST)
             found.append((max(row[own].logprob, _LEAST), top))
