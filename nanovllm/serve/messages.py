@@ -45,6 +45,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_k: int = 0
     stop_sequences: list[str] | None = None
     stream: bool = False
+    output_config: dict[str, Any] | None = None
 
 
 async def messages(service: Service, exchange: Exchange, key: str) -> None:
@@ -53,6 +54,7 @@ async def messages(service: Service, exchange: Exchange, key: str) -> None:
     conversation = await service.offload(
         exchange.body_size, _conversation, service, request, max_tokens=request.max_tokens,
         stop=request.stop_sequences, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
+        response_format=_response_format(request.output_config),
     )  # fmt: skip
     with closing(await conversation.start(exchange, key)) as generation:
         shape = MessageAnswer(conversation, exchange.request_id, len(generation.streams[0].request.prompt_token_ids))
@@ -82,7 +84,7 @@ def _conversation(service: Service, request: CountTokensRequest, **others: Any) 
         chat_template_kwargs=_thinking(request.thinking, service) | (request.chat_template_kwargs or {}),
         continue_final_message=goes_on, **others,
     )  # fmt: skip
-    return Conversation(service, translated, {"stop": "stop_sequences"})
+    return Conversation(service, translated, {"stop": "stop_sequences", "response_format": "output_config"})
 
 
 def _text(content: Any, name: str) -> str:
@@ -164,6 +166,21 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | 
     if not isinstance(kind, str) or kind not in names:
         raise ApiError(400, f"tool_choice: type={brief(kind, 40)}: must be auto, any, tool or none", "tool_choice")
     return names[kind], parallel
+
+
+def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
+    """OpenAI's response_format for the JSON schema of an `output_config`."""
+    if not config or config == {"format": None}:
+        return None
+    if set(config) != {"format"}:
+        other = min(set(config) - {"format"})
+        raise ApiError(400, f"output_config: {brief(other, 40)} is not supported; leave it out", "output_config")
+    given = config["format"]
+    fields = given if isinstance(given, dict) else {}
+    if set(fields) != {"type", "schema"} or fields["type"] != "json_schema" or not isinstance(fields["schema"], dict):
+        said = 'output_config: format must be {"type": "json_schema", "schema": {...}}'
+        raise ApiError(400, said, "output_config")
+    return {"type": "json_schema", "json_schema": {"schema": fields["schema"]}}
 
 
 def _thinking(thinking: dict[str, Any] | None, service: Service) -> dict[str, Any]:

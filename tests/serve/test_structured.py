@@ -64,6 +64,30 @@ def test_a_tool_that_must_be_called(server):
         assert "".join(d["function"].get("arguments", "") for d in deltas) == call["function"]["arguments"]
 
 
+def test_an_output_config_of_messages(server):
+    """Anthropic's field for a JSON schema, streamed and whole."""
+    body = dict(messages=MESSAGES, max_tokens=100, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
+    for (block,) in (server.post("/v1/messages", **body | {"temperature": t})["content"] for t in (0, 1)):
+        assert set(json.loads(block["text"])) == {"a"}
+    deltas = [e["delta"] for e in server.events("/v1/messages", **body) if e["type"] == "content_block_delta"]
+    assert set(json.loads("".join(delta["text"] for delta in deltas))) == {"a"}
+    assert server.post("/v1/messages", **body | {"output_config": {"format": None}})["content"]
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"effort": "low"}, "output_config: 'effort' is not supported"),
+        ({"format": {"type": "json_object"}}, "output_config: format must be"),
+        ({"format": {"type": "json_schema", "schema": 1}}, "output_config: format must be"),
+        ({"format": {"type": "json_schema", "schema": {"type": "strin"}}}, "output_config: there is no type 'strin'"),
+    ],
+)
+def test_an_output_config_that_is_refused(server, given, said):
+    status, error = server.refused("/v1/messages", messages=MESSAGES, max_tokens=9, output_config=given)
+    assert status == 400 and said in error["message"]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 @pytest.mark.parametrize("given", [FORMAT, {"type": "json_object"}])
 def test_a_response_format_is_left_out_where_a_tool_must_be_called(server, given, choice):
