@@ -8,8 +8,8 @@ under whatever name a test has, and drops options of vLLM that it does not know.
 test takes from them skips the test when it is used. Arguments after the checkout go to pytest.
 
 `--dtype` of a test is dropped, since bfloat16 is slow on a CPU. `--longest` bounds the model's length, since some tests
-let the model write until its end; `tests/entrypoints/serve/tokenize` needs `--longest 8192`. The conftest.py of the
-tests' own directories is loaded, but not that of `tests`.
+let the model write until its end; `serve/tokenize`, `serve/instrumentator` and `openai/test_chunked_prompt.py` need
+`--longest 8192`. The conftest.py of the tests' own directories is loaded, but not that of `tests`.
 """
 
 from __future__ import annotations

@@ -74,6 +74,7 @@ async def tokenize(service: Service, exchange: Exchange, key: str) -> None:
         token_ids = await service.encode(request.prompt, "prompt", request.add_special_tokens is not False)
     found: dict[str, Any] = {
         "tokens": token_ids, "count": len(token_ids), "max_model_len": service.engine.info.max_model_len,
+        "token_strs": None,
     }  # fmt: skip
     if request.return_token_strs:
         names = service.engine.tokenizer.convert_ids_to_tokens

@@ -57,6 +57,7 @@ def test_tokenize_and_detokenize(guarded, llm):
     found = guarded.post("/tokenize", prompt="hello there", return_token_strs=True)
     assert found["tokens"] == llm.tokenizer.encode("hello there") and found["count"] == len(found["token_strs"])
     assert guarded.post("/detokenize", tokens=found["tokens"]) == {"prompt": "hello there"}
+    assert guarded.post("/tokenize", prompt="hello there") == found | {"token_strs": None}
     assert guarded.refused("/tokenize", prompt="x", messages=[])[0] == 400
     error = guarded.refused("/detokenize", tokens=[10**7])[1]
     assert "vocabulary" in error["message"] and error["param"] == "tokens"
