@@ -41,11 +41,20 @@ class Crowding {
     // How long a thread spins in a try.
     static constexpr std::chrono::milliseconds WINDOW{50};
 
-    // How many work now. To be called by one thread at a time, often: each 50 ms it looks how long the threads waited.
-    int active() {
+    // How many work now. To be called by one thread at a time, often: each 50 ms it looks how long the threads waited. In a
+    // long job all work, and in the jobs of the next 50 ms: a thread that waits for its core delays it by less than it helps.
+    int active(bool is_long = false) {
         if (count_ == 1) return 1;
+        if (is_long) return all(Clock::now());
         const auto now = Clock::now();
         return now < next_look_ ? active_.load(std::memory_order_relaxed) : look(now, id_of_this_thread(), wait_of);
+    }
+
+    // All work from `now` on. Waits of this time do not count.
+    int all(Clock::time_point now) {
+        active_.store(count_, std::memory_order_relaxed);
+        begun_ = {}, next_look_ = now + WINDOW, trying_ = false, rest_ = LEAST_REST;
+        return count_;
     }
 
     // How many work from `now` on. wait_of(id): nanoseconds that a thread has waited for a core while it could run; -1: the

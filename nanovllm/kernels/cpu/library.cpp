@@ -11,11 +11,14 @@ namespace nanovllm {
 template <int PART>
 void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens& x);  // in products.cpp
 
+constexpr int64_t MANY = 64;  // tokens from which on all products of a step may be long
+constexpr int64_t LONG = 1 << 27;  // products of numbers: 1 to 5 ms of a thread; AMX is some eight times as fast
+
 void products(Threads& threads, std::initializer_list<Product> all, const Tokens& x) {
     // Tasks of few tokens are small, so that threads end at the same time. A task reads all tokens, and many are more than a
     // cache holds. Then tasks are larger: about eight for each thread, of four tiles at least.
-    int64_t tiles = 0, chunk = 4;
-    for (const Product& one : all) tiles += tiles_of(one.weight.rows);
+    int64_t tiles = 0, chunk = 4, columns = 0;
+    for (const Product& one : all) tiles += tiles_of(one.weight.rows), columns = one.weight.columns;
     if (x.count > 8) chunk = std::max<int64_t>(1, (tiles / (8 * threads.count()) + 3) / 4) * 4;
     if (x.splits) chunk = std::clamp<int64_t>(tiles / (2 * threads.count()) / 4 * 4, 4, 16);
     threads.run_ranges((tiles + chunk - 1) / chunk, [&](int64_t task) {
@@ -29,7 +32,7 @@ void products(Threads& threads, std::initializer_list<Product> all, const Tokens
             begin = std::max<int64_t>(0, begin - own);
             end -= own;
         }
-    });
+    }, x.count >= MANY && tiles * TILE * columns * x.count >= LONG * (x.splits ? 8 : 1) * threads.count());
 }
 
 // Group g of a tile as floats [32][16 rows].

@@ -53,10 +53,11 @@ class Threads {
     // fn(task) for every task from 0 to count - 1, in any order and thread. Not to be called within a task. While another
     // thread's job runs, the caller does all tasks. A task that finds no memory ends, and the caller throws std::bad_alloc when
     // the others are done.
+    // is_long: the job takes a thread several milliseconds, as do those around it.
     template <typename Fn>
-    void run(int64_t count, Fn&& fn) {
+    void run(int64_t count, Fn&& fn, bool is_long = false) {
         std::unique_lock<std::mutex> turn(turn_, std::defer_lock);
-        if (count <= 1 || workers_.empty() || !turn.try_lock() || working_threads() == 1)
+        if (count <= 1 || workers_.empty() || !turn.try_lock() || working_threads(is_long) == 1)
             return run_alone(count, fn);
         no_memory_.store(false, std::memory_order_relaxed);
         call_ = [](void* context, int64_t task) { (*(std::remove_reference_t<Fn>*)context)(task); };
@@ -75,7 +76,7 @@ class Threads {
     // The same. A thread begins with a range of tasks that follow each other, so what it reads can be fetched ahead across
     // tasks. Then it takes tasks from the others' ranges.
     template <typename Fn>
-    void run_ranges(int64_t count, Fn&& fn) {
+    void run_ranges(int64_t count, Fn&& fn, bool is_long = false) {
         struct alignas(64) Range {
             std::atomic<int64_t> next;
             int64_t end;
@@ -91,7 +92,7 @@ class Threads {
                 Range& range = ranges[(own + i) % size];
                 for (int64_t task; (task = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) fn(task);
             }
-        });
+        }, is_long);
     }
 
    private:
@@ -111,8 +112,8 @@ class Threads {
     }
 
     // How many threads take the next tasks. Those that begin or end to work, or try their cores, hear of it.
-    int working_threads() {
-        const int now = crowding_.active(), tries = crowding_.tries();
+    int working_threads(bool is_long) {
+        const int now = crowding_.active(is_long), tries = crowding_.tries();
         if (now != working_ || tries != tries_) {
             std::lock_guard<std::mutex> lock(mutex_);
             working_ = now, tries_ = tries;

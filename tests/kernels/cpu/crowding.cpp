@@ -22,6 +22,8 @@ struct Made {
         return crowding.look(now, caller, [&](int id) { return waits.at(id); });
     }
 
+    int long_job_after(milliseconds passed) { return crowding.all(now += passed); }
+
     int tries() const { return crowding.tries(); }
 
     void wait(int id, milliseconds passed, double share) {
@@ -69,6 +71,15 @@ int main() {
         expect(made.after(milliseconds(5000), 0), 1, "another one, since the threads did not try all the time");
         expect(made.tries(), 2, "tries after pauses");
         expect(made.after(window, 0), 2, "after them");
+    }
+    {
+        Made made(8);
+        made.after(window, 0);
+        expect(made.after(window, 0.5), 4, "another program with as many threads");
+        expect(made.long_job_after(milliseconds(10)), 8, "a long job");
+        expect(made.after(window, 0.5), 8, "after a long job, whose waits do not count");
+        expect(made.after(window, 0.5), 4, "waits since");
+        expect(made.tries(), 0, "no try");
     }
     for (auto [count, wanted] : {std::pair{2, 1}, {3, 2}, {5, 3}}) {
         Made made(count);

@@ -104,7 +104,12 @@ static void calls_at_the_same_time(Threads* threads) {
     auto call = [&] {
         const std::vector<float> x = floats(5 * 64);
         std::vector<float> out(5 * 160);
-        for (int i = 0; i < 200; i++) nanovllm_product(threads, &w, x.data(), 5, out.data());
+        for (int i = 0; i < 200; i++) {
+            nanovllm_product(threads, &w, x.data(), 5, out.data());
+            std::atomic<int64_t> done{0};
+            threads->run(100, [&](int64_t) { done++; }, i % 2 != 0);  // long ones by turns
+            if (done != 100) std::abort();
+        }
     };
     std::thread other(call);
     call();
