@@ -8,7 +8,8 @@ Here that program is this file, which translates the options and runs `nanovllm 
 llama.cpp serves with and without `/v1` are asked for with it. Every name that the tests give the model is one of its
 names here, since llama.cpp takes any. Arguments after the checkout go to pytest.
 
-With --one-server all tests ask one server, which is quicker, for files whose tests need no options of their own.
+With --one-server all tests ask one server, which is quicker, for files whose tests need no options of their own, or the
+same: --server-options "--api-key sk-this-is-the-secret-key" for unit/test_security.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import importlib.util
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -100,6 +102,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--model", help="by default the embedded SmolLM2")
     parser.add_argument("--one-server", action="store_true", help="one server for all tests, with options of its own")
+    parser.add_argument("--server-options", default="", help="more options of llama-server for the one server")
     args, pytest_args = parser.parse_known_args()
     import pytest
 
@@ -119,7 +122,8 @@ def main() -> int:
     server = None
     if args.one_server:
         log = Path(f"{program}.log")
-        options = ["--port", "{port}", *translated(["--ctx-size", "2048", "--parallel", "4", "--seed", "42"])]
+        given = ["--ctx-size", "2048", "--parallel", "4", "--seed", "42", *shlex.split(args.server_options)]
+        options = ["--port", "{port}", *translated(given)]
         command = [sys.executable, "-m", "nanovllm", "serve", "--model", os.environ[_MODEL], *options]
         server = ServerProcess("nanovllm serve", command, os.environ, log)
         print(f"ready after {server.wait(300):.0f} s, its log is {log}", flush=True)
