@@ -91,7 +91,7 @@ def test_an_output_config_that_is_refused(server, given, said):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
 @pytest.mark.parametrize("given", [FORMAT, {"type": "json_object"}])
 def test_a_response_format_is_left_out_where_a_tool_must_be_called(server, given, choice):
-    """As OpenAI and vLLM do: it is of the text, and the answer has none."""
+    """As vLLM does: it is of the text, and the answer has none."""
     body = dict(messages=MESSAGES, tools=[F], tool_choice=choice, max_tokens=100, temperature=0)
     expected = server.post("/v1/chat/completions", **body)["choices"][0]
     found = server.post("/v1/chat/completions", response_format=given, **body)["choices"][0]
