@@ -103,7 +103,8 @@ def _measured(
         if not torch.equal(fn(x, length, group, out), torch.cat(values[: group.size], -1)):
             return "wrong"
         return f"{_time(lambda: fn(x, length, group, out), device):.1f}"
-    rest = (residual, torch.ones(width, dtype=dtype, device=device), 1e-6) if name == "all_reduce_add_rms_norm" else ()
+    weight = torch.nn.Parameter(torch.ones(width, dtype=dtype, device=device), requires_grad=False)  # as in a model
+    rest = (residual, weight, 1e-6) if name == "all_reduce_add_rms_norm" else ()
     want = sum(value.float() for value in values[: group.size]).to(dtype)
     if rest:
         want = want + residual

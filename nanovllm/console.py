@@ -138,6 +138,7 @@ def warn(logger: logging.Logger, text: str) -> None:
     if logger.hasHandlers() or not logger.isEnabledFor(logging.WARNING) or logging.lastResort is None:
         logger.warning("%s", text)
     else:
+        print(erased_line(), end="", file=sys.stderr)
         say(text, sys.stderr)
 
 

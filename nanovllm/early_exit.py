@@ -67,7 +67,7 @@ def _importing_script() -> str:
     if is_interactive():
         return ""
     frame = sys._getframe()
-    while frame.f_back and re.match(_ON_THE_WAY, frame.f_globals.get("__name__", "")):
+    while frame.f_back and re.match(_ON_THE_WAY, str(frame.f_globals.get("__name__"))):
         frame = frame.f_back
     name, file = (frame.f_globals.get(key) for key in ("__name__", "__file__"))
     return os.path.basename(file) if name == "__main__" and file else ""
@@ -77,35 +77,6 @@ _ON_THE_WAY = r"(nanovllm(\..*)?|contextlib|importlib\._bootstrap(_external)?|_f
 """Modules between an import statement and this one. Python's import functions are in those with the last names until a
 program imports `importlib`.
 """
-
-
-@contextmanager
-def terminated_with_a_line(name: str) -> Iterator[None]:
-    """Within the block SIGTERM ends this process as it does otherwise, by that signal, but says so.
-
-    A handler of the program or of what runs it stays. In a process that was forked within the block nothing is said.
-
-    Args:
-        name: the name of the program, for the message.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    said_by = os.getpid()
-
-    def end(*_: Any) -> None:
-        if os.getpid() == said_by:
-            os.write(2, f"\n{name}: terminated\n".encode())
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        if signal.getsignal(signal.SIGTERM) is end:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class QuickExit:

@@ -150,38 +150,6 @@ def test_a_users_script_gets_a_keyboard_interrupt_once_the_engine_is_imported(tm
     assert err.strip().endswith("KeyboardInterrupt") and "raise_signal" in err and "AssertionError" not in err
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are sent")
-@pytest.mark.parametrize("before, code, said", [
-    ("pass", -signal.SIGTERM, "\nnanovllm: terminated\n"),
-    ("signal.signal(signal.SIGTERM, lambda *_: os._exit(5))", 5, ""),
-    ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 0, ""),
-])  # fmt: skip
-def test_sigterm_while_a_model_is_loaded_is_said_and_ends_as_it_did(before, code, said, tmp_path):
-    """Also in a program with a handler of its own. A forked process says nothing."""
-    (tmp_path / "torch.py").write_text(
-        "import os, signal\nchild = os.fork()\nos.kill(os.getpid(), signal.SIGTERM)\nos._exit(0)"
-    )
-    program = f"import os, signal\n{before}\nfrom nanovllm.__main__ import main\nmain()"
-    process = popen(["-c", program, "generate", "hello"], tmp_path)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (code, "", said)
-
-
-def test_sigterm_after_a_model_is_loaded_is_what_it_was():
-    program = """
-import signal
-from nanovllm.early_exit import terminated_with_a_line
-with terminated_with_a_line("program"):
-    assert callable(signal.getsignal(signal.SIGTERM))
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-with terminated_with_a_line("program"):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-"""
-    process = popen(["-c", program], ROOT)
-    assert process.communicate(timeout=30) == ("", "") and process.returncode == 0
-
-
 @pytest.mark.parametrize("loaded", [False, True])
 def test_an_interrupt_after_the_imports_is_a_keyboard_interrupt(loaded, tmp_path):
     (tmp_path / "torch.py").write_text("")

@@ -15,7 +15,6 @@ from nanovllm.cli.command_group import CommandGroup, errors_of_usage_folded
 from nanovllm.cli.foreign_options import EngineCommand
 from nanovllm.cli.option_records import takes_records
 from nanovllm.console import INTERRUPTED, StatusLine, run_program, say, show_warnings
-from nanovllm.early_exit import terminated_with_a_line
 from nanovllm.garbage_collector import collector_off
 
 if TYPE_CHECKING:
@@ -138,7 +137,7 @@ class _Engine:
         status = StatusLine()
         status.show(f"Loading {self.model or 'the default model'} ...", timed=True)
         try:
-            with terminated_with_a_line("nanovllm"), collector_off(gc.freeze):
+            with collector_off(gc.freeze):
                 from nanovllm import LLM
                 from nanovllm.weights.demo_model import demo_model_path
 
@@ -184,15 +183,18 @@ def chat(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     llm = engine.load()
     messages = [{"role": "system", "content": system}] if system else []
-    people_type = sys.stdin.isatty() and sys.stdout.isatty()  # else standard output has the answers alone
-    if people_type:
-        print("Say something. An empty line ends the conversation.")
+    # Where either end is no terminal, standard output has the answers alone.
+    talk = sys.stdout if sys.stdin.isatty() and sys.stdout.isatty() else sys.stderr if sys.stdin.isatty() else None
+    if talk:
+        print("Say something. An empty line ends the conversation.", file=talk)
     while True:
         try:
-            question = input("\n> " if people_type else "").strip()
+            if talk:
+                print("\n> ", end="", file=talk, flush=True)
+            question = input().strip()
         except (EOFError, KeyboardInterrupt):
-            if people_type:
-                print()  # the shell's prompt begins a line
+            if talk:
+                print(file=talk)  # the shell's prompt begins a line
             return
         if not question:
             return
@@ -204,9 +206,14 @@ def chat(
                 answer += piece
             print()
         except KeyboardInterrupt:
-            print(" [cut short]")
+            print(" [cut short]" if talk is sys.stdout else "", flush=True)
+            if talk is None:
+                say("nanovllm: cut short", sys.stderr)
+                raise typer.Exit(INTERRUPTED) from None
         except ValueError as e:  # the conversation has outgrown the model
-            print(f"\n{e}")
+            if talk is None:
+                raise
+            print(f"\n{e}", file=talk)
             return
         messages.append({"role": "assistant", "content": answer})
 

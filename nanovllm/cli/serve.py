@@ -18,7 +18,6 @@ from nanovllm.cli.serve_options import (
     ReportOptions,
 )
 from nanovllm.console import working
-from nanovllm.early_exit import terminated_with_a_line
 from nanovllm.log_format import say_as_log
 
 if TYPE_CHECKING:
@@ -50,21 +49,20 @@ def serve(
         raise ValueError(f"--api-servers {process.api_servers} is of one server; leave out --replicas")
     if process.api_servers > 1 and limits.max_per_key is not None:
         raise ValueError("--max-per-key counts in one process; leave it out, or --api-servers")
-    with terminated_with_a_line("nanovllm"):  # until the server has a handler of its own
-        path, names = model.located()
-        config = engine.config(path)
-        try:
-            import uvicorn  # noqa: F401
+    path, names = model.located()
+    config = engine.config(path)
+    try:
+        import uvicorn  # noqa: F401
 
-            from nanovllm.serve.server import Listener
-        except ImportError as error:
-            raise ValueError(f'serve needs the package {error.name!r}; run pip install "nanovllm[serve]"') from None
-        listener = Listener(model.host, model.port, access.tls())
-        options = _serve_options(names, limits, access, reports)
-        if ray.replicas is None:
-            _run(config, options, listener, process, reports)
-        else:
-            _run_replicas(config, options, listener, ray)
+        from nanovllm.serve.server import Listener
+    except ImportError as error:
+        raise ValueError(f'serve needs the package {error.name!r}; run pip install "nanovllm[serve]"') from None
+    listener = Listener(model.host, model.port, access.tls())
+    options = _serve_options(names, limits, access, reports)
+    if ray.replicas is None:
+        _run(config, options, listener, process, reports)
+    else:
+        _run_replicas(config, options, listener, ray)
 
 
 def _serve_options(

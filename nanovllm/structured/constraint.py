@@ -60,7 +60,8 @@ class TokenConstraint:
             return
         if not self.matcher.consume_tokens(new):
             said = plain_error(self.matcher.get_error())
-            outgrown = "too many" in said or "lexer error" in said  # the mask allowed the tokens
+            # The mask allowed the tokens. A text that is refused is quoted, whatever it says.
+            outgrown = "satisfy the grammar" not in said and ("too many" in said or "lexer error" in said)
             error = "the grammar is too complex" if outgrown else f"the grammar does not allow the tokens {new}"
             self._break(f"{error}: {said}", self.num_taken)
         elif self._end is not None:

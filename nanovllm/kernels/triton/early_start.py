@@ -21,7 +21,8 @@ ELEMENTWISE_BYTES = 8 << 20
 ATTENTION_TOKENS = 256
 """Decode attention lets its successor start early for up to this many tokens.
 
-The successor is the output projection, whose kernel for so few tokens loads weights before it waits.
+The successor is the output projection, whose kernel for so few tokens loads weights before it waits. Where the library
+multiplies, it starts at the end of its predecessor all the same.
 """
 
 

@@ -10,8 +10,8 @@ has ended. (`all_reduce` takes three turns, since it empties places while it wai
 block is the same columns whatever the number of rows, so calls of more and fewer rows can alternate.
 
 Each program sends before it waits, and waits only for the program of its own number on the other ranks. GPUs start
-programs in the order of their numbers. So the first program that has not ended on all ranks has started on all of them,
-or starts once earlier programs end, and it ends.
+programs in the order of their numbers, as far as was seen. So the first program that has not ended on all ranks has
+started on all of them, or starts once earlier programs end, and it ends.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _places(x: torch.Tensor, group: RankGroup) -> _Places | None:
 
     They are made at the first call, which all ranks make at the same time, and never in a graph capture.
     """
-    if x.dtype.itemsize not in INTEGERS:
+    if not x.dtype.is_floating_point or x.dtype.itemsize not in INTEGERS:
         return None
     rows, n = x.shape
     name = f"all_gather_last/{n}/{x.dtype}"

@@ -9,6 +9,7 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
+from nanovllm.kernels.triton import early_start
 from nanovllm.kernels.triton.collectives.all_reduce import all_reduce, all_reduce_add_rms_norm
 from tests.kernels.triton.compiled import CAPABILITIES, compiled, launches_of, resources
 
@@ -50,17 +51,29 @@ def test_launches(tmp_path, dtype, width):
             assert resources(binary, tmp_path)[1:] == (0, 0), name
 
 
-def test_what_is_read_before_the_wait(tmp_path):
-    """Launched early: this rank's address and the weight of the norm, which never change. No `turns`, x or residual."""
-    for name, kernel, args, options in launches_of(calls(torch.bfloat16, 5120, 128)):
-        named = dict(zip(kernel.arg_names, args)) | {"EARLY": True}
-        binary = compiled(kernel, tuple(named.values()), options, 90)
-        assert resources(binary, tmp_path)[1:] == (0, 0), name
-        ptx = binary.asm["ptx"]
-        start, wait = ptx.index("griddepcontrol.launch_dependents"), ptx.index("griddepcontrol.wait")
-        reads = re.findall(r"ld\.(?:volatile\.)?global\S*", ptx[:wait])
-        pieces = -(-8192 // (8 * 32 * options["num_warps"]))  # 16 bytes a thread
-        assert start < wait and reads == ["ld.global.b64"] + ["ld.global.v4.b32"] * (pieces if named["NORM"] else 0), (
-            name
-        )
-        assert "st." not in ptx[:wait].replace("st.shared", ""), name
+@pytest.mark.parametrize(
+    "rows, width, weight, early",
+    [(128, 5120, "parameter", True), (129, 5120, "parameter", True), (129, 1024, "parameter", False),
+     (128, 5120, "tensor", False), (128, 5120, None, True)],
+)  # fmt: skip
+def test_what_an_early_launch_reads_before_its_wait(monkeypatch, tmp_path, rows, width, weight, early):
+    """This rank's address and the weight of the norm, which never change. No `turns`, x or residual, and no weight that
+    the kernel before may be writing.
+    """
+    monkeypatch.setattr(early_start, "has_dependent_launch", lambda device: True)
+    group, x = Alone(), torch.empty(rows, width, dtype=torch.bfloat16)
+    of_norm = torch.nn.Parameter(x[0].clone(), requires_grad=False) if weight == "parameter" else x[0].clone()
+
+    def call():
+        return all_reduce_add_rms_norm(x, x.clone(), of_norm, 1e-6, group) if weight else all_reduce(x, group)
+
+    [(_, kernel, args, options)] = launches_of([("sum", call)])
+    assert options["launch_pdl"] == early
+    binary = compiled(kernel, args, options, 90)
+    assert resources(binary, tmp_path)[1:] == (0, 0)
+    before, wait, _ = binary.asm["ptx"].partition("griddepcontrol.wait")
+    assert bool(wait) == ("griddepcontrol.launch_dependents" in before) == early
+    if early:
+        pieces = -(-8192 // (8 * 32 * options["num_warps"])) if weight else 0  # of 16 bytes a thread
+        reads = re.findall(r"(?:ld|st)[a-z.]*\.global\S*", before)
+        assert reads == ["ld.global.b64"] + ["ld.global.v4.b32"] * pieces
