@@ -78,8 +78,7 @@ ENGINE_ARGUMENTS = table(
      " enable_mixed_moe_lora_format enable_moe_shared_loras"),
     ("prompt adapters are not supported; put the prompt into the text", _OFF, "enable_prompt_adapter"
      " max_prompt_adapters max_prompt_adapter_token"),
-    ("code of a checkpoint is never run; use a model of a supported architecture", (None, False),
-     "trust_remote_code"),
+    ("code of a checkpoint is never run", None, "trust_remote_code"),
     ("quantised checkpoints need no argument; pass quantization=\"fp8\" or \"int4\" to quantise a floating-point one",
      _OFF, "quantization_param_path load_in_4bit load_in_8bit quantization_config"),
     ("speculative decoding is not supported; leave it out", _OFF, "speculative_config speculative_model"

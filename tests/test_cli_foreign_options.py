@@ -23,6 +23,7 @@ def parsed(line: str) -> dict:
         ("--tp=2 -q fp8", {"tensor_parallel_size": 2, "quantization": "fp8"}, ""),
         ("--swap-space 4 MODEL", {"positional": "MODEL"}, "--swap-space has no effect: a preempted sequence"),
         ("--swap-space=4 --port 1", {"port": 1}, "--swap-space has no effect"),
+        ("--trust-remote-code MODEL", {"positional": "MODEL"}, "has no effect: code of a checkpoint is never run"),
         ("--disable-log-requests MODEL", {"positional": "MODEL"}, "--disable-log-requests has no effect"),
         ("--no-enable-lora MODEL", {"positional": "MODEL"}, "--no-enable-lora has no effect: LoRA is not supported"),
         ("--enable-auto-tool-choice --tool-call-parser hermes MODEL", {"positional": "MODEL"}, "by the chat template"),
@@ -46,7 +47,6 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
     "line, said",
     [
         ("--enable-lora", "--enable-lora: LoRA is not supported; merge the adapter into the weights"),
-        ("--trust-remote-code MODEL", "--trust-remote-code: code of a checkpoint is never run"),
         ("--nnodes 2 --node-rank 1", "--nnodes: a model runs on one machine"),
         ("-pp 2", "--pipeline-parallel-size: a model is split by --tensor-parallel-size alone"),
         ("--block-size 16", "--block-size: use --kvcache-block-size"),

@@ -1,5 +1,6 @@
 """What users of vLLM, nano-vLLM and transformers type."""
 
+import json
 import logging
 import re
 import time
@@ -7,7 +8,7 @@ import time
 import pytest
 import torch
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.chat.template import chat_text
 from nanovllm.config import Config, EngineConfig
 from nanovllm.foreign_arguments import (
@@ -186,20 +187,34 @@ def test_dtypes_as_torch_writes_them(directory, dtype, name):
 def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
     with caplog.at_level(logging.INFO, "nanovllm.arguments"):
         llm = make(
-            directory, swap_space=4, enable_chunked_prefill=True, trust_remote_code=False, disable_log_stats=True,
+            directory, swap_space=4, enable_chunked_prefill=True, trust_remote_code=True, disable_log_stats=True,
             enable_lora=False, quantization=None, pipeline_parallel_size=1, generation_config="vllm",
         )  # fmt: skip
     assert complete(llm, "x", max_tokens=1).finished
     (record,) = (r for r in caplog.records if r.name == "nanovllm.arguments")
     assert "swap_space=4 (a preempted sequence is computed again, not swapped)" in record.message
     assert "disable_log_stats=True" in record.message and "enable_lora=False" in record.message
+    assert "trust_remote_code=True (code of a checkpoint is never run)" in record.message
+
+
+def test_no_code_of_a_checkpoint_is_run_though_it_is_trusted(tmp_path):
+    """Neither for an architecture that is not supported, nor to make a tokenizer."""
+    config = {
+        "architectures": ["OwnModel"], "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model", "AutoTokenizer": "own.Tokenizer"},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    with pytest.raises(ValueError, match="OwnModel"):
+        LLM(str(tmp_path), trust_remote_code=True)
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     "arguments, answer",
     [
         (dict(enable_lora=True), "enable_lora=True: LoRA is not supported; merge the adapter into the weights"),
-        (dict(trust_remote_code=True), "trust_remote_code=True: code of a checkpoint is never run"),
         (dict(load_in_4bit=True), "load_in_4bit=True: quantised checkpoints need no argument; pass quantization"),
         (dict(speculative_config={"model": "x"}), "speculative_config={'model': 'x'}: speculative decoding is not"),
         (dict(pipeline_parallel_size=2), "pipeline_parallel_size=2: a model is split by tensor_parallel_size alone"),
