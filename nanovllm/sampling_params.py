@@ -95,8 +95,10 @@ class SamplingParams:
         self._int("max_tokens", 1, none_is="as many as max_model_len allows")
         self._int("min_tokens", 0)
         self._int("seed", 0, 2**63 - 1, none_is="the engine to pick one")
-        self._int("logprobs", 0, none_is="no log-probabilities")
-        self._int("prompt_logprobs", 0, none_is="no log-probabilities")
+        for name in ("logprobs", "prompt_logprobs"):
+            asks_for_all = _is_int(getattr(self, name)) and getattr(self, name) == -1  # in vLLM
+            for_all = "; for all tokens pass the vocabulary's size, and pass max_logprobs=-1 to LLM"
+            self._int(name, 0, none_is="no log-probabilities" + for_all * asks_for_all)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 self._fail(name, "must be True or False")

@@ -190,3 +190,9 @@ def test_twice_given_and_too_many_remain_errors():
         SamplingParams(1, n=2)
     with pytest.raises(TypeError):
         SamplingParams(*range(40))
+
+
+def test_all_log_probabilities_as_vllm_asks_for_them():
+    said = "prompt_logprobs=-1: must be at least 0, or None for no log-probabilities; for all tokens pass the"
+    with pytest.raises(ValueError, match=f"{said} vocabulary's size, and pass max_logprobs=-1 to LLM"):
+        SamplingParams(prompt_logprobs=-1)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanovllm.foreign_arguments import CALL_ARGUMENTS
 from nanovllm.weights.token_lengths import MostCharacters, most_characters
 from nanovllm.wording import brief, counted
 
@@ -48,6 +49,12 @@ class PromptReader:
         """
         salt = text = None
         if isinstance(prompt, Mapping):
+            for key in sorted(map(str, prompt.keys() - _KEYS)):
+                if key in CALL_ARGUMENTS:
+                    raise ValueError(
+                        f'{name}: a prompt dict has "prompt" or "prompt_token_ids", not "{key}":'
+                        f" {CALL_ARGUMENTS[key].answer}"
+                    )
             if not prompt or set(prompt) - _KEYS or not set(prompt) - {"cache_salt"}:
                 raise ValueError(
                     f'{name}={brief(prompt)}: a prompt dict has "prompt" or "prompt_token_ids", and maybe "cache_salt",'

@@ -133,7 +133,7 @@ def _from_hub(model_id: str) -> Path:
     if model_id.lower() in PRESETS:
         raise ValueError(
             f"{model_id!r} is a preset (a shape without weights): for weights name a directory or the hub's id, such as"
-            " 'Qwen/Qwen3-0.6B'; for random ones pass load_format=\"dummy\" (`nanovllm serve`: --load-format dummy)"
+            " 'Qwen/Qwen3-0.6B'; for random ones pass load_format=\"dummy\" (to `LLM` or `nanovllm serve` only)"
         )
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:

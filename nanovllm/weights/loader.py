@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -147,7 +148,7 @@ def _check_not_twice(checkpoint: Checkpoint, storages: Mapping[str, Storage]) ->
             f" ({head.label}); leave the argument out"
         )
     if storages and checkpoint.online:
-        label = next(iter(storages.values())).label
+        label = Counter(storage.label for storage in storages.values()).most_common(1)[0][0]
         raise ValueError(
             f"quantization={checkpoint.online!r}: {checkpoint.path} is quantised already ({label}); leave the argument"
             " out"

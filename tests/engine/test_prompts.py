@@ -108,3 +108,9 @@ def test_a_cache_salt():
             reader.read({"prompt_token_ids": [1, 2], "cache_salt": salt}, "prompt")
     with pytest.raises(ValueError, match='a prompt dict has "prompt" or "prompt_token_ids", and maybe "cache_salt"'):
         reader.read({"cache_salt": "x"}, "prompt")
+
+
+def test_a_key_of_vllm_alone_is_named():
+    reader = PromptReader(None, 100, LIMIT)
+    with pytest.raises(ValueError, match='or "prompt_token_ids", not "multi_modal_data": images, audio and video are'):
+        reader.read({"prompt": "x", "multi_modal_data": {}}, "prompt")

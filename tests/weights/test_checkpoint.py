@@ -49,7 +49,7 @@ def test_directories_and_presets(checkpoint, monkeypatch):
         (
             "qwen3-0.6b",
             ValueError,
-            ["is a preset", "'Qwen/Qwen3-0.6B'", 'load_format="dummy"', "--load-format dummy"],
+            ["is a preset", "'Qwen/Qwen3-0.6B'", 'for random ones pass load_format="dummy" (to `LLM` or'],
             {},
         ),
         (

@@ -187,6 +187,13 @@ def test_a_quantised_head(tmp_path, form, head, tied):
     assert tokens(LLM(str(tmp_path), **dummy)) == tokens(LLM(str(tmp_path), **dummy, **PACKED))
 
 
+def test_a_file_that_is_quantised_already_is_named_by_its_most_frequent_type(tmp_path):
+    gguf_files = pytest.importorskip("tests.weights.gguf_files")
+    path = gguf_files.quantised(tmp_path / "m.gguf", "llama", lambda name: "Q8_0" if "token_embd" in name else "Q4_0")
+    with pytest.raises(ValueError, match="quantization='fp8': .* is quantised already .GGUF Q4_0.; leave the"):
+        LLM(str(path), quantization="fp8", **OPTIONS)
+
+
 def test_a_head_that_is_quantised_already(tmp_path):
     gguf_files = pytest.importorskip("tests.weights.gguf_files")
     path = gguf_files.tiny(tmp_path, "llama", "Q8_0")
