@@ -125,8 +125,8 @@ def _run(
                 "the server listens at %s without a key: every client that reaches it may use it; pass --api-key",
                 listener.host,
             )
-        _say(f"{_said(options, engine, listener, sock)} (Ctrl-C ends it)", reports.log_json)
-        run(Server(engine, options, listener, siblings), sock, tracing)
+        ready = f"{_said(options, engine, listener, sock)} (Ctrl-C ends it)"
+        run(Server(engine, options, listener, siblings, lambda: _say(ready, reports.log_json)), sock, tracing)
 
 
 def _say(text: str, as_json: bool) -> None:

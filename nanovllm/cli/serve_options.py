@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +35,10 @@ class ModelOptions:
         list[str] | None,
         _option("The model's name in requests; repeatable. By default the value of --model.", metavar="NAME"),
     ] = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port {self.port}: must be 0 to 65535")
 
     def located(self) -> tuple[str, tuple[str, ...]]:
         """(where the model is, its names in requests)
@@ -169,7 +173,8 @@ class AccessOptions:
             try:
                 lines = [line.strip() for line in self.api_key_file.read_text().splitlines()]
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"--api-key-file {self.api_key_file}: cannot be read: {error}") from None
+                why = getattr(error, "strerror", None) or error  # an OSError would name the file again
+                raise ValueError(f"--api-key-file {self.api_key_file}: cannot be read: {why}") from None
             found = [line for line in lines if line and line[0] != "#"]
             if not found:
                 raise ValueError(f"--api-key-file {self.api_key_file}: holds no key; write one in each line")
@@ -215,8 +220,10 @@ class RayOptions:
     ] = None
 
     def __post_init__(self) -> None:
-        if self.replicas is None and (self.max_replicas is not None or self.ray_address is not None):
-            raise ValueError("--max-replicas and --ray-address are for replicas on Ray; pass --replicas as well")
+        if self.replicas is None:
+            given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+            if given:
+                raise ValueError(f"--{given[0].replace('_', '-')} needs --replicas")
 
     def replica_options(self) -> ReplicaOptions:
         """Raises: ValueError: an option is out of range."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +63,24 @@ class Listener:
         for name, file in given.items():
             if name != "ssl_keyfile_password" and not Path(file).is_file():
                 raise ValueError(f"{name}={str(file)!r}: there is no such file")
+        if given:
+            self._load_tls(given)
+
+    @staticmethod
+    def _load_tls(given: dict[str, Any]) -> None:
+        """Load the files as uvicorn does later, when the model is loaded."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        certificate, key = given["ssl_certfile"], given.get("ssl_keyfile")
+        try:
+            context.load_cert_chain(certificate, key, given.get("ssl_keyfile_password"))
+        except OSError as error:  # SSLError is one
+            said = f"ssl_certfile={certificate!r}" + ("" if key is None else f", ssl_keyfile={key!r}")
+            raise ValueError(f"{said}: no PEM certificate with its key ({_reason(error)})") from None
+        if (authorities := given.get("ssl_ca_certs")) is not None:
+            try:
+                context.load_verify_locations(authorities)
+            except OSError as error:
+                raise ValueError(f"ssl_ca_certs={authorities!r}: no PEM certificates ({_reason(error)})") from None
 
     @property
     def uvicorn_tls(self) -> dict[str, Any]:
@@ -106,8 +124,19 @@ class Listener:
         return [here.open(shared=True) for _ in range(count)]
 
 
+def _reason(error: OSError) -> str:
+    """ "PEM lib" of "[SSL] PEM lib (_ssl.c:3905)", which has no `reason`."""
+    if not isinstance(error, ssl.SSLError):
+        return error.strerror or str(error)
+    return error.reason.lower().replace("_", " ") if error.reason else str(error).split("] ")[-1].split(" (_ssl")[0]
+
+
 class Server(uvicorn.Server):
-    """uvicorn's server, whose first signal lets running requests finish and whose second one ends at once."""
+    """uvicorn's server, whose first signal lets running requests finish and whose second one ends at once.
+
+    Args:
+        on_ready: called when the server takes requests.
+    """
 
     def __init__(
         self,
@@ -115,7 +144,9 @@ class Server(uvicorn.Server):
         options: ServeOptions,
         listener: Listener = Listener(),
         siblings: Siblings | None = None,
+        on_ready: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_ready = on_ready
         self.service = Service(engine, options, siblings)
         self._siblings = siblings
         self._impatient = False
@@ -137,11 +168,14 @@ class Server(uvicorn.Server):
         """Unlike uvicorn's, the handlers stay until `run` replaces them: a signal that comes after the last answer must
         not leave the engine's process behind. A further API process has none of its own.
         """
+        self.take_signals()
+        yield
+
+    def take_signals(self) -> None:
         leads = self._siblings is None or self._siblings.leads
         if leads and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self.handle_exit)
-        yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._impatient = self.should_exit
@@ -157,6 +191,8 @@ class Server(uvicorn.Server):
         await super().startup(self._sockets)
         if self._siblings is not None:
             self._siblings.attach(self)
+        if not self.should_exit:  # the start may have failed, or a signal has come
+            self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -202,6 +238,7 @@ def run(server: Server, sock: socket.socket, tracing: Tracing | None = None) -> 
     if tracing is not None:
         server.service.generated = tracing.record
     try:
+        server.take_signals()  # uvicorn does so in its event loop, which a signal would cut short before
         server.run(sockets=[sock])
     finally:
         # A further signal must not leave the engine's process behind.

@@ -213,6 +213,15 @@ def test_clients_without_a_certificate_are_refused(tmp_path):
         Listener(tls=tls[1:2])
     with pytest.raises(ValueError, match="no such file"):
         Listener(tls=(("ssl_certfile", str(tmp_path / "none")),))
+    text = tmp_path / "text"
+    text.write_text("no certificate")
+    said = f"ssl_certfile='{text}', ssl_keyfile='{text}': no PEM certificate with its key \\(\\w.*\\w\\)"
+    with pytest.raises(ValueError, match=said):
+        Listener(tls=(("ssl_certfile", str(text)), ("ssl_keyfile", str(text))))
+    with pytest.raises(ValueError, match="ssl_certfile=.*cert.pem': no PEM certificate with its key"):
+        Listener(tls=tls[:1])  # the file has no key
+    with pytest.raises(ValueError, match=f"ssl_ca_certs='{text}': no PEM certificates"):
+        Listener(tls=(*tls[:2], ("ssl_ca_certs", str(text))))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ def test_each_rank_of_a_replica_has_a_bundle_of_one_machine():
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (dict(ray_address="auto"), "--ray-address are for replicas on Ray; pass --replicas"),
+        (dict(ray_address="auto"), "--ray-address needs --replicas"),
+        (dict(routing="foo"), "--routing needs --replicas"),
+        (dict(upscale_delay=3.0, max_replicas=2), "--max-replicas needs --replicas"),
         (dict(replicas=2, in_process=True), "--replicas goes with neither --in-process"),
     ],
 )

@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm.serve.errors import ServerShutdown
 from nanovllm.serve.options import ServeOptions
-from tests.serve.running import RunningServer
+from tests.serve.running import RunningServer, wait_until
 
 
 def test_a_client_that_reads_nothing_does_not_spoil_the_end(model_path, caplog):
@@ -80,7 +80,8 @@ def test_the_end_is_clean_under_load(model_path, arguments, number, pauses):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     stop = threading.Event()
     try:
-        port = int(re.search(r"127\.0\.0\.1:(\d+) ", process.stderr.readline())[1])
+        ready = next(line for line in process.stderr if " (Ctrl-C ends it)" in line)
+        port = int(re.search(r"127\.0\.0\.1:(\d+) ", ready)[1])
         clients = [threading.Thread(target=load, args=(port, stop, i)) for i in range(12)]
         for client in clients:
             client.start()
@@ -96,3 +97,42 @@ def test_the_end_is_clean_under_load(model_path, arguments, number, pauses):
         client.join()
     said = re.sub(r"\S+ \S+ WARNING nanovllm.serve.server: shutting down: \d+ running request.*\n", "", said, count=1)
     assert (process.returncode, said) == (0, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_server_runs_ends_it_without_a_word(model_path, number):
+    """The line that says the server is ready is printed only if the server takes requests."""
+    program = f"""
+import os, signal
+from nanovllm import AsyncLLM
+from nanovllm.frontend.engine_client import ThreadClient
+from nanovllm.config import EngineConfig
+from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.server import Listener, Server, run
+from tests.serve.running import SIZES
+
+class Early(Server):
+    def take_signals(self):
+        super().take_signals()
+        if not self.should_exit:
+            os.kill(os.getpid(), {int(number)})
+
+engine = AsyncLLM(client=ThreadClient(EngineConfig({str(model_path)!r}, **SIZES)))
+server = Early(engine, ServeOptions(), on_ready=lambda: print("ready"))
+run(server, Listener(port=0).open())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_server_says_that_it_is_ready_when_it_takes_requests(model_path):
+    said = []
+
+    class Watched(RunningServer):
+        def __enter__(self):
+            self.server._on_ready = lambda: said.append(self.server.started)
+            return super().__enter__()
+
+    with Watched(model_path):
+        wait_until(lambda: said)
+    assert said == [True]
