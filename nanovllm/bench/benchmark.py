@@ -53,6 +53,8 @@ class Benchmark:
         self.record = results.new_record(root, command_line.recorded(args))
         self.table, self.status = text.TextTable(args.wide), StatusLine()
         self.round = 0
+        self.shown: dict[int, float] = {}
+        """By the row's id, its share of the limit as the table shows it."""
         self._check_places()
 
     def run(self) -> int:
@@ -87,7 +89,8 @@ class Benchmark:
             traceback.print_exc()
             code = 1
         rows = self.record.rows
-        lines = [*text.comparison_lines(rows), *self._over_limit(), *text.load_lines(rows), *text.error_lines(rows)]
+        others = [row for row in rows if (row.limit or 0) <= 1 or not _beside_others(row)]
+        lines = [*text.comparison_lines(rows), *self._over_limit(), *text.load_lines(others), *text.error_lines(rows)]
         for line in lines:
             say(line)
         code = self._keep(code)
@@ -231,6 +234,7 @@ class Benchmark:
             print(self.table.head())
         row = self._joined(row)
         results.add_shares(row, self.record.rates)
+        self.shown[id(row)] = row.limit or 0.0
         print(self.table.row(row), flush=True)
 
     def _joined(self, row: Row) -> Row:
@@ -246,13 +250,25 @@ class Benchmark:
 
     def _over_limit(self) -> list[str]:
         """A line for each row that claims more than the device was measured to give."""
-        return [
-            f"{row.workload}: {text.name_of(row)} is at {row.limit:.1%} of the limit,"
-            " which cannot be: its work is counted wrongly (nanovllm/bench/workload_cost.py), or something slowed"
-            " the device while its rates were measured"
-            for row in self.record.rows
-            if row.limit is not None and row.limit > 1
-        ]
+        lines = []
+        for row in self.record.rows:
+            if row.limit is None or row.limit <= 1:
+                continue
+            before, now = f"{self.shown[id(row)]:.1%}", f"{row.limit:.1%}"
+            said = f"{now} is impossible"
+            if before != now:
+                again = f"{now} with the rates measured again"
+                said = f"{before} is impossible ({again})" if self.shown[id(row)] > 1 else f"{again} is impossible"
+            if _beside_others(row):
+                load = text.foreign_load(row)
+                why = f"other processes used up to {load:.1f} processors; run it again on an idle machine"
+            else:
+                why = (
+                    "its work is counted wrongly (nanovllm/bench/workload_cost.py), or something slowed the device"
+                    " while its rates were measured"
+                )
+            lines.append(f"{row.workload}, {text.name_of(row)}: of limit {said}: {why}")
+        return lines
 
     def _take(self, kind: str, content: Any) -> None:
         if kind == "rates":
@@ -307,6 +323,11 @@ class Benchmark:
         for line in text.check_lines(checks):
             print(line)
         return int(not all(c.holds for c in checks))
+
+
+def _beside_others(row: Row) -> bool:
+    """Whether other processes used processors that the row needed."""
+    return row.about.get("device") == "cpu" and text.foreign_load(row) > 0
 
 
 def _products(matmul: dict[str, float]) -> str:

@@ -85,13 +85,18 @@ class TextTable:
 _FOREIGN = 0.1  # processors; so much a system's own services may take
 
 
+def foreign_load(row: Row) -> float:
+    """The most processors that other processes used in a repeat; 0 if it was no more than a system's own services."""
+    load = max((r.foreign_load or 0.0 for r in row.repeats), default=0.0)
+    return load if load > _FOREIGN else 0.0
+
+
 def load_lines(rows: Sequence[Row]) -> list[str]:
     """A line for each row that was measured beside other processes."""
-    loads = [(row, max((r.foreign_load or 0.0 for r in row.repeats), default=0.0)) for row in rows]
     return [
         f"{row.workload}, {name_of(row)}: other processes used up to {load:.1f} processors meanwhile"
-        for row, load in loads
-        if load > _FOREIGN
+        for row in rows
+        if (load := foreign_load(row))
     ]
 
 
