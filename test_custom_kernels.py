@@ -33,8 +33,10 @@ except ModuleNotFoundError:  # the script runs without
 if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before the kernels are
 
+from nanovllm.arguments import did_you_mean
 from nanovllm.console import Column, Rows, StatusLine, run_program
 from nanovllm.kernels import Op, Provider, all_ops, unavailable_reason
+from nanovllm.kernels.op.priority import ALL_OPS
 from nanovllm.kernels.testing.compare import Measurement, bench_cases, measure
 from nanovllm.kernels.testing.verify import Case, cases, verify_case
 from nanovllm.wording import counted
@@ -176,7 +178,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments).op
     for prefix in asked:
         if not any(name.startswith(prefix) for name in all_ops()):
-            parser.error(f"no op begins with {prefix!r}; ops are {', '.join(all_ops())}")
+            remedy = did_you_mean(prefix, all_ops()) or ALL_OPS
+            parser.error(f"no op begins with {prefix!r}; {remedy}")
     wanted = [(op, p) for op, p in PAIRS if not asked or op.name.startswith(tuple(asked))]
     reason = unavailable_reason()
     if reason is not None:

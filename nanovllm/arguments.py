@@ -50,21 +50,28 @@ def name_options(error: Exception, options: Mapping[str, str], without_default: 
         error.args = (with_option(error.args[0], options, without_default),)
 
 
-def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str]) -> None:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The question which name was probably meant: those that begin as `name` does, else the nearest; empty if none."""
+    known = list(known)
+    begin = [k for k in known if len(name) > 2 and k.startswith(name.lower())][:4]
+    # a ratio of 0.6: below it, names were misleading
+    likely = [repr(k) for k in begin or difflib.get_close_matches(name.lower(), known, n=1)]
+    return f"did you mean {' or '.join(filter(None, (', '.join(likely[:-1]), likely[-1])))}?" if likely else ""
+
+
+def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str], all_of_them: str = "") -> None:
     """Raise a TypeError that names the first of `given` that is not in `known`, and what was probably meant.
 
     Args:
         kind: what takes the arguments, as the user wrote it ("LLM", "SamplingParams").
         given: the names that were passed.
         known: the names that are taken.
+        all_of_them: what to say in place of all that are known, if nothing similar is.
     """
     known = list(known)
     for name in given:
         if name not in known:
-            nearest = difflib.get_close_matches(
-                name.lower(), known, n=1
-            )  # a ratio of 0.6: below it, names were misleading
-            remedy = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+            remedy = did_you_mean(name, known) or all_of_them or f"known are {', '.join(known)}"
             raise TypeError(f"{kind} got an unknown argument {name!r}; {remedy}")
 
 

@@ -60,7 +60,10 @@ def test_what_is_missing_or_cannot_be_read_names_the_option_the_value_and_what_i
 
 
 def test_an_op_whose_plugin_was_forgotten_is_told_of_the_option():
-    for name, said in [("mine_alone", "unknown op 'mine_alone'; known are"), ("rmsnorm", "did you mean 'rms_norm'?")]:
+    for name, said in [
+        ("mine_alone", "unknown op 'mine_alone'; `nanovllm kernels list` shows all ops; an op of yours"),
+        ("rmsnorm", "did you mean 'rms_norm'?"),
+    ]:
         for command in ("why", "list", "verify", "bench", "show"):
             done = run_here("kernels", command, name)
             assert done.returncode == 1 and said in done.stderr, done.stderr

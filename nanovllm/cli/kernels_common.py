@@ -48,7 +48,7 @@ def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[
     import_torch()
     from nanovllm.hardware.devices import select_device
     from nanovllm.kernels import all_ops, load_plugins
-    from nanovllm.kernels.op.selection import NOTHING_REGISTERED, registered_by
+    from nanovllm.kernels.op.plugin_use import NOTHING_REGISTERED, registered_by
     from nanovllm.kernels.testing.plugin_check import reject_crashing
 
     with working(f"loading {', '.join(plugins)} ..." if plugins else "loading the kernels ..."):
@@ -69,10 +69,13 @@ def matching(ops: dict[str, Op], name: str | None) -> list[Op]:
 
 def with_provider(ops: list[Op], providers: list[str] | None) -> list[Op]:
     """The ops that have one of the providers; a ValueError if no op has a provider of that name."""
+    from nanovllm.kernels.op.priority import yours
+
     known = sorted({name for declared in ops for name in declared.providers})
     for name in providers or ():
         if name not in known:
-            raise ValueError(f"--provider {name}: expected one of {', '.join(known)}")
+            remedy = yours(name, known, "--kernel-plugin FILE")
+            raise ValueError(f"--provider {name}: expected one of {', '.join(known)}; {remedy}")
     return [o for o in ops if not providers or set(providers) & set(o.providers)]
 
 
@@ -84,9 +87,10 @@ def nothing_done(what: str, reasons: Iterable[str]) -> ValueError:
 
 def only(ops: dict[str, Op], name: str) -> Op:
     from nanovllm.arguments import reject_unknown
+    from nanovllm.kernels.op.priority import ALL_OPS
 
     try:
-        reject_unknown("", [name], ops)
+        reject_unknown("", [name], ops, ALL_OPS)
     except TypeError as e:
         if name.endswith(".py"):
             raise ValueError(f"unknown op {name!r}; a file of kernels is named by --kernel-plugin {name}") from None

@@ -16,7 +16,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as e:
-        raise ValueError(f"{file} is not valid JSON ({e}); download the model again") from e
+        raise ValueError(f"{file} is not valid JSON ({e}); correct the file, or download the model again") from e
     except RecursionError:
         raise ValueError(f"{file} is nested too deeply to be a model's; download the model again") from None
     if not isinstance(config, dict):

@@ -28,7 +28,9 @@ def triton_support(device: torch.device) -> str | None:
             # NumPy computes there, and warns of overflows that a GPU passes over in silence.
             warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"(numpy|triton)\b")
             return None
-        return f"Triton kernels need a CUDA device, this is {device}; TRITON_INTERPRET=1 runs them there, slowly"
+        return (
+            f"Triton kernels need a CUDA device, this is {device}; `export TRITON_INTERPRET=1` runs them there, slowly"
+        )
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"Triton kernels need compute capability 8.0 or later, this GPU has {major}.{minor}; use native"

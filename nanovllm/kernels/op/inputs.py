@@ -67,6 +67,7 @@ class Tensors:
         scale: the standard deviation of `normal`.
         strided: no tensor is contiguous. Matrices have a gap after every row, as in a slice of a fused projection.
             Vectors, and what `spread` returns, have a gap after every element, as a column has.
+        apart: if strided, matrices too have a gap after every element, not after every row.
     """
 
     dtype: torch.dtype
@@ -74,6 +75,7 @@ class Tensors:
     seed: int = 0
     scale: float = 1.0
     strided: bool = False
+    apart: bool = False
     _generator: torch.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -85,7 +87,7 @@ class Tensors:
         dtype = dtype or self.dtype
         drawn = torch.float64 if dtype == torch.float64 else torch.float32
         x = torch.randn(*shape, generator=self._generator, device=self.device, dtype=drawn).mul_(scale).to(dtype)
-        if len(shape) < 2:
+        if len(shape) < 2 or self.apart:
             return self.spread(x)
         if not self.strided:
             return x

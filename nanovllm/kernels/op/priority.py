@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from nanovllm.arguments import reject_unknown
+from nanovllm.arguments import did_you_mean, reject_unknown
 from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.plugins import failures, load_plugins
 from nanovllm.kernels.op.registry import all_ops
 
 ENVIRONMENT_VARIABLE = "NANOVLLM_KERNELS"
+
+ALL_OPS = "`nanovllm kernels list` shows all ops"
 
 Sources = Mapping[str, Mapping[str, Sequence[str]]]
 """Source (`kernel_priority`, the environment variable), the strongest first -> op -> providers, best first."""
@@ -68,7 +70,7 @@ def checked_priority(
     checked = {}
     for name, providers in priority.items():
         try:
-            reject_unknown(who, [name], ["*", *ops])
+            reject_unknown(who, [name], ["*", *ops], ALL_OPS)
         except TypeError as e:
             raise ValueError(str(e).replace(" got an unknown argument", ": unknown op")) from None
         named = [providers] if isinstance(providers, str) else providers
@@ -80,7 +82,8 @@ def checked_priority(
             known = {p for declared in ops.values() for p in declared.providers}
             unknown = [p for p in checked[name] if p not in known]
             if unknown:
-                raise ValueError(f"{who} names {unknown[0]!r}; providers are {', '.join(sorted(known))}")
+                providers = f"providers are {', '.join(sorted(known))}"
+                raise ValueError(f"{who} names {unknown[0]!r}; {providers}; {yours(unknown[0], known)}")
     return checked
 
 
@@ -99,4 +102,11 @@ def reject_unknown_provider(declared: OpDeclaration, name: str, who: str) -> Non
     """Raise a ValueError, in the name of `who`, if the op has no provider of this name."""
     if name not in declared.providers:
         unknown = f"{who} names {name!r}, but the providers of {declared.name!r} are {', '.join(declared.providers)}"
-        raise ValueError("; ".join((unknown, *(f"plugin {p} failed: {r}" for p, r in failures().items()))))
+        failed = [f"plugin {p} failed: {r}" for p, r in failures().items()]
+        raise ValueError("; ".join((unknown, *(failed or [yours(name, declared.providers)]))))
+
+
+def yours(name: str, known: Iterable[str], by: str = "--kernel-plugin FILE, in Python 'kernel_plugins=[FILE]'") -> str:
+    """What an unknown provider probably is: a misspelt one, or one of a plugin that was not named."""
+    likely = did_you_mean(name, known)
+    return f"{likely} A provider of yours needs {by}" if likely else f"a provider of yours needs {by}"

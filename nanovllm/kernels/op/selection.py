@@ -23,6 +23,7 @@ import torch
 from nanovllm.console import warn
 from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.measured_order import measured_order
+from nanovllm.kernels.op.plugin_use import reasons_against, warn_if_it_serves_nothing
 from nanovllm.kernels.op.plugins import load_plugins
 from nanovllm.kernels.op.priority import (
     ENVIRONMENT_VARIABLE,
@@ -173,39 +174,12 @@ def resolve_kernels(
         fn = _function(declared, provider)
         chosen[name] = provider, decorate(name, provider.name, fn) if decorate else fn
     for plugin in origins:
-        _warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
+        warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
     if unused:
         named_parts = ", ".join(dict.fromkeys(part for parts in unused.values() for part in parts))
         text = f"your provider of {named_parts} runs, so fused ops with it are not used: {', '.join(unused)}"
         warn(logger, text) if origins else logger.info("%s", text)
     return Kernels(chosen)
-
-
-NOTHING_REGISTERED = "it registers no provider and declares no op; @OP.provider('NAME') above a function does"
-
-
-def registered_by(plugin: str) -> list[tuple[OpDeclaration, Provider]]:
-    """The providers of a plugin, and those of its ops."""
-    return [(o, p) for o in all_ops().values() for p in o.providers.values() if plugin in (p.origin, o.origin)]
-
-
-def _warn_if_it_serves_nothing(
-    plugin: str, device: torch.device, use_custom_kernels: bool, chosen: Mapping[str, Provider]
-) -> None:
-    """Warn of a plugin that was named, if no op runs a provider of it, with the reasons."""
-    registered = registered_by(plugin)
-    if any(chosen[declared.name] is provider for declared, provider in registered):
-        return
-    if not registered:
-        reasons = [NOTHING_REGISTERED]
-    elif not use_custom_kernels:
-        reasons = ["use_custom_kernels=False selects the reference of every op"]
-    else:
-        reasons = []
-        for declared, provider in registered:
-            reason = provider.support(device) or f"{chosen[declared.name].name} was selected"
-            reasons.append(f"{declared.name}, {provider.name}: {reason}")
-    warn(logger, f"kernel plugin {plugin} serves no op: {'; '.join(reasons)}")
 
 
 def _named_parts(
@@ -249,6 +223,8 @@ def why_selected(declared: OpDeclaration, device: torch.device, plugins: Sequenc
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
     if first.origin is not None:
         return f"it comes from the plugin {first.origin}"
+    if (why_not := reasons_against(plugins, device, declared)) is not None:
+        return why_not
     if device.type == "cpu":
         if first.prepack is not None:
             return "on a CPU layers run it over weights that it has prepacked; a plain call runs the reference"

@@ -100,11 +100,10 @@ class MemoryGuard(TorchDispatchMode):
                 continue
             places = damaged.nonzero()
             byte = int(places[0]) if after else len(guard) - 1 - int(places[-1])
-            elements = byte // dtype.itemsize + 1
+            distance = counted(byte // dtype.itemsize + 1, "element")
             where = "past the end" if after else "before the beginning"
-            beyond = "after its last" if after else "before its first"
-            distance = counted(elements, "element")
-            return f"wrote {where} of a {dtype} allocation, {distance} {beyond}: {out_of_bounds('store')}"
+            name = str(dtype).removeprefix("torch.")
+            return f"wrote {distance} {where} of a {name} tensor: {out_of_bounds('store')}"
         return None
 
     def _memory(

@@ -23,26 +23,27 @@ _FEW, _ROW, _LARGE = 8, 16, 3.0
 
 @dataclass(frozen=True)
 class Case:
-    """One call: its shape, dtype, and how its numbers are drawn and laid out."""
+    """One call: its shape, dtype, and how its numbers are drawn and laid out (`strided`, `apart`: as in `Tensors`)."""
 
     shape: Shape
     dtype: torch.dtype
     variant: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     scale: float = 1.0
     strided: bool = False
+    apart: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
         words = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
         words += [f"{k}={v}" for k, v in self.variant.items()]
         words += [f"scale {self.scale:g}"] if self.scale != 1 else []
-        words += ["strided"] if self.strided else []
+        words += ["elements apart" if self.apart else "strided"] if self.strided else []
         return " ".join(words)
 
     def arguments(self, declared: Op, device: torch.device) -> Arguments:
         """New tensors for the call, by argument name."""
         assert declared.inputs is not None
-        tensors = Tensors(self.dtype, device, self.seed, self.scale, self.strided)
+        tensors = Tensors(self.dtype, device, self.seed, self.scale, self.strided, self.apart)
         return declared.inputs(tensors, self.shape, self.variant)
 
 
@@ -83,6 +84,8 @@ def cases(declared: Op, full: bool, seed: int = 0, quick: bool = False) -> Itera
             if i < len(inputs.small):
                 variant = inputs.variants[i % len(inputs.variants)]
                 yield Case(shape, dtype, variant, strided=True, seed=seed + 1)
+                if dtype == inputs.dtypes[i % len(inputs.dtypes)]:
+                    yield Case(shape, dtype, variant, strided=True, apart=True, seed=seed + 1)
                 for scale in inputs.scales:
                     if scale != 1:
                         yield Case(shape, dtype, variant, scale=scale, seed=seed + 2)

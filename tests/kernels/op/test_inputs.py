@@ -21,6 +21,7 @@ def test_strided_tensors_have_gaps_that_show():
         assert (gaps.isnan() if made.is_floating_point() else gaps == 0).all()
         copy = copy_of(made)
         assert copy.stride() == made.stride() and type(copy) is type(made) and torch.equal(copy, made)
+    assert Tensors(torch.float32, CPU, strided=True, apart=True).normal(3, 4).stride() == (8, 2)
     assert t.normal(3, 4).stride() == (12, 1) and t.normal(0).shape == (0,)
 
 

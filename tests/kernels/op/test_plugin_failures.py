@@ -222,4 +222,9 @@ def test_a_new_op_has_what_ours_have(plugin):
 def test_a_provider_that_nobody_has_is_not_verified_as_right(plugin, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     done = cli("verify", "softmax", "--device", "cpu", "--provider", "mien", fails=True)
-    assert "--provider mien: expected one of" in str(done.exception)
+    said = str(done.exception)
+    assert said.startswith("--provider mien: expected one of native, triton")
+    assert said.endswith("; a provider of yours needs --kernel-plugin FILE")
+    path = plugin(PROVIDER.format(name="mine"))
+    done = cli("verify", "softmax", "--device", "cpu", "--provider", "mien", "--kernel-plugin", path, fails=True)
+    assert str(done.exception).endswith("did you mean 'mine'? A provider of yours needs --kernel-plugin FILE")

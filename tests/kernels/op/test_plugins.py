@@ -12,6 +12,7 @@ import torch
 
 from nanovllm.kernels import Provider, all_ops, resolve_kernels
 from nanovllm.kernels.op.plugins import failures, load_plugins
+from nanovllm.kernels.op.selection import why_selected
 from tests.kernels.op.plugin_texts import OP, PROVIDER, cli
 
 pytestmark = pytest.mark.usefixtures("untouched")
@@ -81,7 +82,9 @@ def test_a_path_or_module_that_is_not_there(tmp_path):
 def test_one_that_was_named_and_serves_nothing_says_why(plugin, caplog):
     path = plugin(PROVIDER.format(name="mine").replace('"mine")', '"mine", support=lambda device: "no fish")', 1))
     resolve_kernels(CPU, plugins=[path])
-    assert caplog.messages == [f"kernel plugin {path} serves no op: softmax, mine: no fish"]
+    assert caplog.messages == [f"kernel plugin {path} has no kernel that can run here: softmax, mine: no fish"]
+    because = why_selected(all_ops()["softmax"], CPU, [path])
+    assert because == "mine, which is preferred as it is a plugin's, cannot run here: no fish"
     path = plugin(PROVIDER.format(name="mine"))
     for choice, reason in (
         ({"use_custom_kernels": False}, "use_custom_kernels=False selects the reference of every op"),
@@ -101,7 +104,7 @@ def test_a_fused_op_stays_if_the_plugins_kernel_of_a_part_cannot_run(plugin, cap
     text = PROVIDER.format(name="mine").replace("softmax", "silu_and_mul").replace("(x)", "(gate_up)")
     path = plugin(text.replace('"mine")', '"mine", support=lambda device: "no fish")', 1))
     assert resolve_kernels(CPU, plugins=[path]).providers == usual
-    assert caplog.messages == [f"kernel plugin {path} serves no op: silu_and_mul, mine: no fish"]
+    assert caplog.messages == [f"kernel plugin {path} has no kernel that can run here: silu_and_mul, mine: no fish"]
     assert resolve_kernels(CPU, plugins=[plugin(text)]).providers["decoder_step"] == "native"
 
 

@@ -84,12 +84,14 @@ def test_a_named_provider_that_is_not_available_is_an_error_with_its_reason(rms_
 def test_unknown_names_list_the_known(rms_norm):
     with pytest.raises(ValueError, match="'rms_nrom'.*rms_norm"):
         resolve_kernels(CPU, True, {"rms_nrom": ["fast"]})
-    with pytest.raises(ValueError, match="'tritno'.*native.*fast"):
+    with pytest.raises(ValueError, match="'tritno'.*native.*fast.*; did you mean 'triton'\\? A provider of yours"):
         resolve_kernels(CPU, True, {"rms_norm": ["tritno"]})
     for names in (["nope"], ["fast", "nope"]):  # also where it would not be used
         for custom in (True, False):
             with pytest.raises(
-                ValueError, match="kernel_priority names 'nope', but the providers of 'rms_norm' are native"
+                ValueError,
+                match=r"kernel_priority names 'nope', but the providers of 'rms_norm' are native, .*; a provider of "
+                r"yours needs --kernel-plugin FILE, in Python 'kernel_plugins=\[FILE\]'$",
             ):
                 resolve_kernels(CPU, custom, {"rms_norm": names})
     with pytest.raises(ValueError, match="kernel_priority: unknown op 'nope'"):
@@ -122,7 +124,7 @@ def test_an_argument_wins_over_the_environment_even_with_a_star(rms_norm, monkey
     [
         ("rms_norm=", "NANOVLLM_KERNELS='rms_norm=': 'rms_norm=' is not of the form op=provider"),
         ("*=nope", "NANOVLLM_KERNELS names 'nope'; providers are"),
-        ("nope=native", "NANOVLLM_KERNELS: unknown op 'nope'"),
+        ("nope=native", "NANOVLLM_KERNELS: unknown op 'nope'; `nanovllm kernels list` shows all ops$"),
         ("rms_norm=nope", "NANOVLLM_KERNELS names 'nope', but the providers of 'rms_norm' are native"),
         (
             "rms_norm=elsewhere",
