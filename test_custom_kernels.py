@@ -8,10 +8,10 @@ and a profile of the kernels that ran; then one table with a line for each op
 and provider. Without a GPU it verifies through Triton's interpreter, on small
 shapes.
 
-It is a pytest module as well: `pytest test_custom_kernels.py`. There the
-interpreter is not chosen, and without a GPU the tests of the Triton providers
-are skipped; `TRITON_INTERPRET=1 pytest test_custom_kernels.py -k rms_norm`
-runs them.
+It is a pytest module as well: `pytest test_custom_kernels.py`; pytest needs
+`pip install -e ".[test]"`. There the interpreter is not chosen, and without a
+GPU the tests of the Triton providers are skipped;
+`TRITON_INTERPRET=1 pytest test_custom_kernels.py -k rms_norm` runs them.
 """
 
 import argparse
@@ -98,13 +98,15 @@ def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
     where = "this CPU, the references only, on the first shape"
     print(f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else where}")
     table = Rows(Column("case", 46), PROVIDER, Column("us", 10, number=True), Column("limit", 5, number=True))
-    results, shown = [], ""
+    status, results, shown = StatusLine(), [], ""
     for op, provider in pairs:
         if DEVICE.type == "cpu" and provider.name != "native":
             continue  # the interpreter's time says nothing
         dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
         for case in list(bench_cases(op, dtype))[: None if DEVICE.type == "cuda" else 1]:
+            status.show(f"{op.name}, {provider.name}: {case}")
             m = measure(op, provider, case, DEVICE)
+            status.clear()
             results.append(m)
             if shown != op.name:
                 shown = op.name
@@ -156,7 +158,7 @@ def profile(pairs: list[tuple[Op, Provider]]) -> None:
 
 def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) -> None:
     shape = "largest" if DEVICE.type == "cuda" else "first"  # on a CPU no other is timed
-    print(f"\nSummary: the time of the {shape} shape in us, the share of the limit, and the gain over native")
+    print(f"\nSummary: us of the {shape} shape, share of the limit, gain over native")
     table = Rows(
         NAMES[0], Column("provider", 11), Column("verdict", 14), Column("us", 8, number=True),
         Column("limit", 5, number=True), Column("gain", 6, number=True),

@@ -133,6 +133,22 @@ def announce(logger: logging.Logger, text: str) -> None:
         say(text, sys.stderr)
 
 
+@contextmanager
+def announced(logger: logging.Logger, text: str, status_text: str) -> Iterator[None]:
+    """`announce`. If a status line is shown, it says `status_text` while the block runs, and again what it said."""
+    status = StatusLine.current
+    if status is None or logger.isEnabledFor(logging.INFO):
+        announce(logger, text)
+        yield
+        return
+    before = status.said
+    status.show(status_text, timed=True)
+    try:
+        yield
+    finally:
+        status.show(*before)
+
+
 def warn(logger: logging.Logger, text: str) -> None:
     """Log a warning. In a program that has not set logging up, it is printed as `say` does, not as one long line."""
     if logger.hasHandlers() or not logger.isEnabledFor(logging.WARNING) or logging.lastResort is None:
@@ -143,9 +159,17 @@ def warn(logger: logging.Logger, text: str) -> None:
 
 
 class StatusLine:
-    """A line on standard error that is replaced in place. Nothing is shown if standard error is not a terminal."""
+    """A line on standard error that is replaced in place. Nothing is shown if standard error is not a terminal.
+
+    Attributes:
+        current: the one that is shown; None: none is.
+        said: what `show` was last given.
+    """
+
+    current: StatusLine | None = None
 
     def __init__(self) -> None:
+        self.said = "", False
         self._shown = False
         self._ended: threading.Event | None = None
         self._process: CountingProcess | None = None
@@ -161,6 +185,8 @@ class StatusLine:
         if not sys.stderr.isatty():
             return
         self._shown = True
+        self.said = text, timed
+        StatusLine.current = self
         self._print(text)
         if timed and CountingProcess.is_safe():
             self._process = CountingProcess(lambda seconds: self._print(f"{text} {seconds} s"))
@@ -174,6 +200,7 @@ class StatusLine:
         self._end_count()
         if self._shown:
             self._shown = False
+            StatusLine.current = None
             print(erased_line(), end="", file=sys.stderr, flush=True)
 
     def _count(self, text: str, begun: float, ended: threading.Event) -> None:

@@ -20,6 +20,12 @@ def test_kernels_why():
         (("bench", "rms_norm", "--shape", "1x2x3"), "rms_norm takes ROWSxSIZE"),
         (("bench", "rms_norm", "--dtype", "int8"), "expected one of bfloat16, float16, float32"),
         (("bench", "rms_norm", "--device", "cpu", "--save-table", "x"), "a table of kernels is measured on a GPU"),
+        (("verify", "rms_norm", "--shape", "3x96"), "--shape 3x96: verify runs all shapes of the op; --quick takes"),
+        (("show", "silu"), "unknown op 'silu'; did you mean 'silu_and_mul' or '"),
+        (
+            ("bench", "rms_norm", "--device", "cpu", "--provider", "triton"),
+            "triton: Triton kernels are timed on a GPU only; `nanovllm kernels verify` checks them here\n",
+        ),
     ]:
         done = run_here("kernels", *args)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
@@ -28,7 +34,12 @@ def test_kernels_why():
 def test_kernels_show():
     shown = run_here("kernels", "show", "rms_norm").stdout
     assert shown.startswith("rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor")
-    for said in ("arguments    x [..., size], weight [size]", "torch.rsqrt(", "sm_80+  nanovllm.kernels.triton.rows\n"):
+    for said in (
+        "arguments    x [..., size], weight [size]",
+        "small        `verify` runs these everywhere: 1x1,",
+        "torch.rsqrt(",
+        "sm_80+  nanovllm.kernels.triton.rows\n",
+    ):
         assert said in shown
     assert shown.count("Args:\n") == 1  # the docstring stands above, not again in the reference
     document = json.loads(run_here("kernels", "show", "store_kvcache", "--json", "-").stdout)

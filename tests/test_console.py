@@ -123,6 +123,23 @@ def test_an_announcement_takes_the_place_of_the_status_line(width, monkeypatch):
     assert text.startswith("\r\x1b[2Kcompiling") and max(map(len, text[5:].splitlines())) <= width
 
 
+def test_a_status_line_says_what_is_done_meanwhile_and_then_what_it_said(monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    logger = logging.Logger("silent", logging.WARNING)
+    with console.working("Loading ...", timed=True):
+        with console.announced(logger, "compiling the C++ kernels", "Compiling ..."):
+            pass
+    assert [text for text in shown.getvalue().split("\r\x1b[2K") if text] == [
+        "Loading ...",
+        "Compiling ...",
+        "Loading ...",
+    ]
+    with console.announced(logger, "compiling the C++ kernels", "Compiling ..."):  # no line is shown any more
+        pass
+    assert shown.getvalue().endswith("compiling the C++ kernels\n") and console.StatusLine.current is None
+
+
 def test_an_error_is_said_with_what_was_added_to_it(capsys):
     def main():
         error = ValueError("x: expected a matrix")

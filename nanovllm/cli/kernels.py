@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
     from nanovllm.kernels import Op, Provider
 
-app = typer.Typer(cls=CommandGroup, no_args_is_help=True, help="The ops and their providers.")
+app = typer.Typer(
+    cls=CommandGroup,
+    no_args_is_help=True,
+    help="The ops (functions of the engine) and their providers (implementations).",
+)
 
 
 @app.command("list", short_help="The providers of every op, and which one runs here.")

@@ -44,7 +44,7 @@ def bench(
     Ctrl-C keeps what was measured (exit status 130). Fails if a provider raises or nothing can be measured.
     """
     where, ops, origins = common.prepare(device, kernel_plugin)
-    from nanovllm.kernels.testing.compare import compiled
+    from nanovllm.kernels.testing.compare import TIMED_ON_A_GPU, compiled
 
     if save_table is not None and where.type != "cuda":
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
@@ -69,14 +69,15 @@ def bench(
         print(f"stopped early, with what was measured so far{left_out}", file=sys.stderr)
     else:
         if all(m.timing is None for m in results):
-            raise common.nothing_done("timed", [*skipped, *(f"{m.provider}: {m.reason}" for m in results)])
+            reasons = [*skipped, *(f"{m.provider}: {m.reason}" for m in results)]
+            raise common.nothing_done("timed", reasons, not any(m.reason == TIMED_ON_A_GPU for m in results))
     document = _bench_document(where, results)
     if not write_json(json_file, document):
         if table is None:
-            heads, rows = wide_table(results)
-            print_table(heads, rows, (*heads[:3], heads[-1]), _title(where), wide=True)
-            if any(m.without_plan for m in results):
-                print(_WITHOUT_PLAN_NOTE)
+            heads, rows, notes = wide_table(results, *_unit(where))
+            print_table(heads, rows, ("op", "case", "provider", "how"), _title(where), wide=True)
+            notes += [_WITHOUT_PLAN_NOTE] if any(m.without_plan for m in results) else []
+            say("\n".join(notes)) if notes else None
         else:
             table.end()
         _warn_of_slow_choices(ops, results, where, origins)
@@ -149,7 +150,7 @@ class _Table:
     """Shows each measurement when it is made."""
 
     def __init__(self, where: torch.device) -> None:
-        unit, self._unit = ("T", 1e12) if where.type == "cuda" else ("G", 1e9)
+        unit, self._unit = _unit(where)
         limit = [Column("limit", 5, number=True)] if where.type == "cuda" else []  # a CPU's is not measured
         columns = (
             Column("case", 29), Column("provider", 18), Column("us", 9, number=True),
@@ -199,22 +200,33 @@ def _title(where: torch.device) -> str:
     return title
 
 
-def wide_table(results: list[Measurement]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """(headings, a row of every figure for each measurement)."""
-    heads = "op", "case", "provider", "us", "p20-p80", "TB/s", "TFLOP/s", "of limit", "of copy", "peak MiB", "how"
+def _unit(where: torch.device) -> tuple[str, float]:
+    """(the prefix, the number) of bytes and flops a second."""
+    return ("T", 1e12) if where.type == "cuda" else ("G", 1e9)
+
+
+def wide_table(
+    results: list[Measurement], prefix: str = "T", unit: float = 1e12
+) -> tuple[Sequence[str], list[Sequence[str]], list[str]]:
+    """(headings, a row of every figure for each measurement, footnotes why there are none). No column is empty."""
+    speeds = f"{prefix}B/s", f"{prefix}FLOP/s"
+    heads = "op", "case", "provider", "us", "p20-p80", *speeds, "of limit", "of copy", "peak MiB", "how"
     rows: list[Sequence[str]] = []
+    reasons = list(dict.fromkeys(m.reason or "" for m in results if m.timing is None))
     for m in results:
         if m.timing is None:
-            rows.append((m.op, str(m.case), m.provider, *[""] * 7, m.reason or ""))
+            rows.append((m.op, str(m.case), m.provider, *[""] * 7, f"[{reasons.index(m.reason or '') + 1}]"))
             continue
         t = m.timing
         rows.append((
             m.op, str(m.case), m.provider, f"{1e6 * t.median:.2f}", f"{1e6 * t.p20:.2f}-{1e6 * t.p80:.2f}",
-            f"{m.bytes / t.median / 1e12:.2f}", f"{m.flops / t.median / 1e12:.1f}",
+            f"{m.bytes / t.median / unit:.2f}", f"{m.flops / t.median / unit:.1f}",
             "" if m.share is None else f"{m.share:.0%}", "" if m.copy is None else f"{m.copy / t.median:.0%}",
             "" if m.peak_bytes is None else f"{m.peak_bytes / 2**20:.1f}", m.method + (", cold" if m.cold else ""),
         ))  # fmt: skip
-    return heads, rows
+    filled = [i for i in range(len(heads)) if any(row[i] for row in rows)]
+    notes = [f"[{i}] {reason}" for i, reason in enumerate(reasons, 1)]
+    return [heads[i] for i in filled], [[row[i] for i in filled] for row in rows], notes
 
 
 def _warn_of_slow_choices(

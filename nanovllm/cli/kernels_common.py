@@ -79,10 +79,10 @@ def with_provider(ops: list[Op], providers: list[str] | None) -> list[Op]:
     return [o for o in ops if not providers or set(providers) & set(o.providers)]
 
 
-def nothing_done(what: str, reasons: Iterable[str]) -> ValueError:
-    """The error that nothing was `what` ("timed"), and why."""
+def nothing_done(what: str, reasons: Iterable[str], remedy: bool = True) -> ValueError:
+    """The error that nothing was `what` ("timed"), and why. remedy: say which command shows what can run."""
     said = "; ".join(dict.fromkeys(reasons)) or "there are no shapes"
-    return ValueError(f"nothing was {what}: {said}. `nanovllm kernels list` shows what can run here")
+    return ValueError(f"nothing was {what}: {said}" + ". `nanovllm kernels list` shows what can run here" * remedy)
 
 
 def only(ops: dict[str, Op], name: str) -> Op:

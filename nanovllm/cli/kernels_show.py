@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from nanovllm.kernels import Op, Provider
 
 _MOST_SHAPES = 8
+_WORDS = {
+    "small": "`verify` runs these everywhere: ",
+    "decode": "few rows; `bench` times these, `verify` runs them on a GPU: ",
+    "large": "many rows; `bench` times these, `verify` runs them on a GPU: ",
+}
+"""What kinds of shapes are for."""
 
 
 def show(
@@ -39,6 +45,7 @@ def show(
     print(f"{_signature(declared)}\n\n{_folded_doc(inspect.getdoc(declared) or '')}\n")
     table = Rows(Column("declared", 12), Column("", 67))
     for name, value in facts.items():
+        value = _WORDS.get(name, "") + value
         apart = re.sub(r"(?<=[A-Z])x(?=[A-Z])", "x\n", value)  # a long form of a shape may go on after an x
         for i, line in enumerate(common.wrapped(apart, 67)):
             table.add(name if i == 0 else "", line.replace("x ", "x") if name == "shape is" else line)
@@ -71,7 +78,9 @@ def _facts(declared: Op) -> dict[str, str]:
         "reuses": ", ".join(declared.reuses),
         "fuses": ", ".join(declared.fuses),
         "tolerance": ", ".join(f"{common.plain(d)} {t:g}" for d, t in declared.tolerance.items()),
-        "cancels": "results may be small although the arguments are not" if declared.cancels else "",
+        "cancels": "results may be small although the arguments are not; the tolerance allows for that"
+        if declared.cancels
+        else "",
         "magnitude": f"{declared.magnitude:g}, of intermediate results" if declared.magnitude else "",
         "compare": "a function judges the results" if declared.compare else "",
     }

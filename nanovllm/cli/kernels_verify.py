@@ -45,6 +45,7 @@ def verify(
     ] = 120,
     device: common.Device = "auto",
     json_file: common.Json = None,
+    shape: Annotated[list[str] | None, typer.Option("--shape", hidden=True)] = None,
 ) -> None:
     """Compare every provider with the reference in float64, on every kind of input.
 
@@ -53,6 +54,8 @@ def verify(
 
     Without a GPU, Triton kernels run in Triton's interpreter, on small shapes.
     """
+    if shape:
+        raise ValueError(f"--shape {shape[0]}: verify runs all shapes of the op; --quick takes fewer")
     with _interpreter(device):
         _verify(op, provider, kernel_plugin, seed, quick, jobs, timeout, device, json_file)
 

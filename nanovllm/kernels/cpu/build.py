@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.console import announce
+from nanovllm.console import announced
 from nanovllm.kernels.cpu import prebuilt
 from nanovllm.kernels.cpu.compilers import WANTED, lacking_instructions, unfit
 from nanovllm.kernels.cuda.build import exclusive, make_private, not_private
@@ -196,8 +196,9 @@ def _digest(content: bytes) -> bytes:
 def _build(path: Path) -> None:
     if shutil.disk_usage(path.parent).free < _SPACE:  # compilers fail in strange ways, or write half a file
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    announce(logger, "compiling the C++ kernels for this processor, once; it takes 10 s on two idle cores")
-    with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+    text = "compiling the C++ kernels for this processor, once; it takes 10 s on two idle cores"
+    status = "Compiling the C++ kernels, once (10 s on two idle cores) ..."
+    with announced(logger, text, status), tempfile.TemporaryDirectory(dir=path.parent) as directory:
         library = compile_library(Path(directory), flags())
         content = library.read_bytes()
         with library.open("ab") as file:  # behind what the dynamic linker maps

@@ -21,6 +21,7 @@ from nanovllm.kernels.testing.verify import Case
 
 COMPILED = "torch.compile"
 WITHOUT_PLAN = ", without its plan"
+TIMED_ON_A_GPU = "Triton kernels are timed on a GPU only; `nanovllm kernels verify` checks them here"
 """Follows a provider's name, which has no comma, if its planning for a batch was done before the clock started."""
 _MOST_SETS, _MOST_BYTES = 60, 8 << 30
 _MOST_FLOPS = 50
@@ -110,11 +111,11 @@ def measure(
     """
     name = provider.name + (WITHOUT_PLAN if without_plan else "")
     measured = functools.partial(Measurement, declared.name, name, case, without_plan=without_plan)
+    if device.type == "cpu" and inspect.unwrap(provider.support) is inspect.unwrap(triton_support):
+        return measured(reason=TIMED_ON_A_GPU)
     reason = provider.support(device)
     if reason is not None:
         return measured(reason=reason)
-    if device.type == "cpu" and inspect.unwrap(provider.support) is inspect.unwrap(triton_support):
-        return measured(reason="the time of Triton's interpreter says nothing")
     sets = argument_sets(declared, case, device)
     try:
         reason = declared.refusal(provider, **declared.records.group(sets[0]))

@@ -42,7 +42,7 @@ def describe(code: int, stack: str, limit: float) -> End:
     """
     place, above = _place(stack)
     if stack.startswith("Timeout"):
-        return End(f"hung: it took longer than {limit:g} s{place}", True)
+        return End(f"hung, or its process was paused: it took longer than {limit:g} s{place}", True)
     if code >= 0:
         return End(f"crashed: it ended the process with code {code}{place}", False)
     name = signal.Signals(-code).name

@@ -60,7 +60,7 @@ def test_a_measurement_of_a_provider():
     choosy = Provider("x", lambda *a: None, accepts=lambda **a: "not these")
     assert measure(op, choosy, case, CPU).reason == "not these"
     in_the_interpreter = Provider("it", op.native, functools.wraps(triton_support)(lambda device: None))
-    assert "interpreter" in measure(op, in_the_interpreter, case, CPU).reason
+    assert "timed on a GPU only" in measure(op, in_the_interpreter, case, CPU).reason
 
 
 def measured(provider, shape, seconds, **fields):
@@ -189,9 +189,13 @@ def test_a_copy_of_as_many_bytes(monkeypatch):
     timing = Timing(4e-6, 4e-6, 4e-6)
     m = Measurement("op", "own", Case((1,), torch.float32), timing, share=0.5, copy=3e-6)
     assert m.as_dict()["copy_us"] == pytest.approx(3)
-    heads, rows = wide_table([m, measured("other", (1,), None), measured("third", (1,), 1.0)])
+    absent = Measurement("op", "absent", Case((1,), torch.float32), None, reason="no fish")
+    heads, rows, notes = wide_table([m, absent, measured("third", (1,), 1.0)])
+    assert notes == ["[1] no fish"] and rows[1][-1] == "[1]" and "peak MiB" not in heads
     columns = dict(zip(heads, map(list, zip(*rows, strict=True)), strict=True))
     assert columns["of limit"] == ["50%", "", ""] and columns["of copy"] == ["75%", "", ""]
+    heads, rows, notes = wide_table([measured("third", (1,), 1.0)], "G", 1e9)
+    assert list(heads) == ["op", "case", "provider", "us", "p20-p80", "GB/s", "GFLOP/s"] and not notes
 
 
 def test_who_is_fastest():

@@ -103,7 +103,11 @@ ENDS = {
         r"crashed \(SIGSEGV\) at thrice_.*a load or store",
         2,
     ),
-    "hangs": ("time.sleep(1000)", r"hung: it took longer than 2 s at thrice_\w+.py:\d+, `.*time.sleep\(1000\)`", 1),
+    "hangs": (
+        "time.sleep(1000)",
+        r"hung, or its process was paused: it took longer than 2 s at thrice_\w+.py:\d+, `.*time.sleep\(1000\)`",
+        1,
+    ),
     "writes": ("ctypes.memset(torch.empty(3).data_ptr(), 0, 4096)", r"crashed \(SIGSEGV\) at thrice_", 2),
     "exits": ("os._exit(0)", "crashed: it ended the process with code 0", 2),
 }
