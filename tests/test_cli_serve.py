@@ -53,6 +53,11 @@ from tests.serve.running import wait_until
         ("bench serve localhost", "url='localhost'"),
         ("bench serve http://127.0.0.1:1 --model m --concurrency no", "--concurrency no"),
         ("bench serve http://127.0.0.1:1", "is a server there?"),
+        ("bench serve http://h --workload tiny --rate 3", "--workload tiny brings its own load; leave out --rate"),
+        ("bench serve http://h --workload a --input-len 3 --output-len 2", "; leave out --input-len and --output-len"),
+        ("bench serve http://h --workload a --concurrency 1,8 --num-requests 2", "--concurrency and --num-requests"),
+        ("bench serve http://h --rate 3 --concurrency 2", "--rate 3 sends requests at its own times; leave out --conc"),
+        ("bench serve http://h --prompts f --vocab-size 9", "--prompts f brings the prompts; leave out --vocab-size"),
     ],
 )
 def test_bad_input_is_named(args, said):

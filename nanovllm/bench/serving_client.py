@@ -13,11 +13,15 @@ import urllib.error
 import urllib.request
 from bisect import bisect_left
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 from nanovllm.wording import counted
+
+_MOST_SAID = 500
+"""Characters of an error."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +145,11 @@ def take_apart(recorder: Recorder | None, error: str | None) -> Timed:
     data = b"".join(recorder.pieces)
     head_end = data.find(b"\r\n\r\n")
     status = data[:15].split(b" ")[1:2]
-    if status != [b"200"]:
-        said = data[head_end + 4 :].decode(errors="replace").strip()
-        found.error = f"status {b''.join(status).decode() or 'missing'}: {said[:200]}"
-        return found
     chunked = b"transfer-encoding: chunked" in data[:head_end].lower()
+    if status != [b"200"]:
+        said = _error_message(b"\n".join(line for _, line in _lines(data, head_end + 4, chunked)))
+        found.error = f"status {b''.join(status).decode() or 'missing'}: {said}"
+        return found
     done = False
     for end, text in _lines(data, head_end + 4, chunked):
         when = recorder.times[bisect_left(ends, end)]
@@ -163,9 +167,18 @@ def take_apart(recorder: Recorder | None, error: str | None) -> Timed:
     return found
 
 
+def _error_message(body: bytes) -> str:
+    """What a server says of an error, as OpenAI's interface has it; else the body's beginning."""
+    text = body.decode(errors="replace").strip()
+    with suppress(ValueError, TypeError, KeyError):
+        said = json.loads(text)["error"]
+        text = str(said if isinstance(said, str) else said["message"])
+    return text[:_MOST_SAID]
+
+
 def _take_event(found: Timed, event: dict[str, Any], when: float) -> None:
     if event.get("error"):
-        found.error = str(event["error"].get("message", event["error"]))[:200]
+        found.error = str(event["error"].get("message", event["error"]))[:_MOST_SAID]
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or choice
         if delta.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):
@@ -187,6 +200,8 @@ def _lines(data: bytes, start: int, chunked: bool) -> Any:
     while (size_end := data.find(b"\r\n", at)) >= 0:
         size = int(data[at:size_end].split(b";")[0], 16)
         if not size:
+            if rest:
+                yield at, rest
             return
         chunk_end = size_end + 2 + size
         *lines, rest = (rest + data[size_end + 2 : chunk_end]).split(b"\n")

@@ -13,7 +13,7 @@ import typer
 
 from nanovllm.cli.kernels_common import Json
 from nanovllm.cli.option_records import takes_records
-from nanovllm.console import Column, Rows, say
+from nanovllm.console import WIDTH, Column, Rows, say
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 _BUSY_CLIENT = 0.9
 """Share of a processor above which the client is said to be a possible limit."""
+_LENGTH = 128
+"""Words of a prompt and tokens of an answer by default."""
+_STREAMS = "1,8"
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Measure a server under load.")
 
 
@@ -34,15 +37,19 @@ def _root() -> None:
 class _Loads:
     """What is asked of the server, and how fast."""
 
-    concurrency: Annotated[str, typer.Option(help="Streams at a time; several numbers are measured in turn.")] = "1,8"
+    concurrency: Annotated[
+        str | None, typer.Option(help="Streams at a time; several numbers are measured in turn. By default 1,8.")
+    ] = None
     rate: Annotated[
         str | None, typer.Option(help="Requests per second, at random times, in place of --concurrency: 2,8")
     ] = None
     num_requests: Annotated[int | None, typer.Option(help="Requests of each load; by default 4 for each stream.")] = (
         None
     )
-    input_len: Annotated[int, typer.Option(help="Words of a prompt, of about a token each.")] = 128
-    output_len: Annotated[int, typer.Option(help="Tokens of an answer.")] = 128
+    input_len: Annotated[int | None, typer.Option(help="Words of a prompt, of about a token each; by default 128.")] = (
+        None
+    )
+    output_len: Annotated[int | None, typer.Option(help="Tokens of an answer; by default 128.")] = None
     vocab_size: Annotated[
         int | None, typer.Option(help="Prompts are --input-len random token ids below this number, not words.")
     ] = None
@@ -54,6 +61,22 @@ class _Loads:
     ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of exactly --output-len tokens.")] = True
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the arrival times.")] = 0
 
+    def __post_init__(self) -> None:
+        lengths = "input_len", "output_len"
+        if self.workload is not None:
+            why = f"--workload {self.workload} brings its own load"
+            self._refuse(why, "rate", "concurrency", "num_requests", *lengths, "prompts")
+        if self.rate is not None:
+            self._refuse(f"--rate {self.rate} sends requests at its own times", "concurrency")
+        if self.prompts is not None:
+            self._refuse(f"--prompts {self.prompts} brings the prompts", "input_len", "vocab_size")
+
+    def _refuse(self, why: str, *names: str) -> None:
+        """An error for options that would have no effect."""
+        given = [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]
+        if given:
+            raise ValueError(f"{why}; leave out {' and '.join(given)}")
+
     def all(self) -> list[Load]:
         """The loads in the order in which they are measured."""
         from nanovllm.bench.serving import Load
@@ -64,14 +87,18 @@ class _Loads:
         if self.prompts is not None and not lines:
             raise ValueError(f"--prompts {self.prompts}: holds no prompt; write one in each line")
         common: dict[str, Any] = dict(
-            input_len=self.input_len, output_len=self.output_len, prompts=lines, vocab_size=self.vocab_size,
-            seed=self.seed, extra={"ignore_eos": True, "temperature": 0.6} if self.ignore_eos else {"temperature": 0.6},
+            input_len=_LENGTH if self.input_len is None else self.input_len,
+            output_len=_LENGTH if self.output_len is None else self.output_len, prompts=lines,
+            vocab_size=self.vocab_size, seed=self.seed,
+            extra={"ignore_eos": True, "temperature": 0.6} if self.ignore_eos else {"temperature": 0.6},
         )  # fmt: skip
         if self.workload is not None:
             return [Load(workload=w, **common) for w in select(self.workload.split(","))]
         count = self.num_requests
         if self.rate is None:
-            numbers = [int(n) for n in _numbers("--concurrency", self.concurrency)]
+            numbers = [
+                int(n) for n in _numbers("--concurrency", _STREAMS if self.concurrency is None else self.concurrency)
+            ]
             return [Load(count or 4 * n, concurrency=n, **common) for n in numbers]
         return [Load(count or 64, concurrency=None, rate=r, **common) for r in _numbers("--rate", self.rate)]
 
@@ -95,8 +122,9 @@ def serve(
 ) -> None:
     """Measure throughput and latency of a server.
 
-    The table has tokens and requests per second, the time to the first token (TTFT), the time between tokens (ITL), the
-    time per token (TPOT), and the share of requests that meet all goals (goodput).
+    The table has tokens and requests per second, the time to the first token (TTFT), the time between events of
+    the stream, each with one or more tokens (ITL), the time per token after the first (TPOT), and the share of requests
+    that meet all goals (goodput).
 
     Ctrl-C keeps the loads that were measured.
     """
@@ -162,21 +190,25 @@ def _bar(name: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
 
 
 def _print(found: list[Measured]) -> None:
-    table = Rows(
-        Column("load", 11), Column("ok", 5, number=True), Column("tok/s", 7, number=True),
-        Column("req/s", 6, number=True), Column("TTFT ms", 13, number=True), Column("ITL ms", 13, number=True),
-        Column("TPOT ms", 8, number=True), Column("good", 5, number=True),
-    )  # fmt: skip
-    for m in found:
-        table.add(
+    titles = "load", "ok", "tok/s", "req/s", "TTFT ms", "ITL ms", "TPOT ms", "good"
+    rows = [
+        (
             m.load, str(m.num_good), f"{m.output_rate:.0f}", f"{m.request_rate:.2f}", _pair(m.ttft), _pair(m.itl),
-            "-" if m.tpot is None else f"{1000 * m.tpot.median:.1f}",
+            "-" if m.tpot is None else _ms(m.tpot.median),
             "-" if m.num_goal_met is None else f"{100 * m.num_goal_met / max(1, m.num_good + m.num_failed):.0f}%",
-        )  # fmt: skip
+        )
+        for m in found
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(titles, *rows)]
+    widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - len(widths) + 1)  # a longer name moves the rest of its row
+    table = Rows(*(Column(title, width, number=i > 0) for i, (title, width) in enumerate(zip(titles, widths))))
+    for row in rows:
+        table.add(*row)
     table.end()
     say(
-        "ok: requests without an error. TTFT, ITL: median / 99th percentile. TPOT: median of the requests' means. "
-        "good: share of the requests that meet every --goal-..., if one is given."
+        "ok: requests without an error. TTFT, ITL: median / 99th percentile. ITL: between events of the stream, each"
+        " with one or more tokens. TPOT: median of the requests' means."
+        " good: share of the requests that meet every --goal-..., if one is given."
     )
     for m in found:
         for error, count in m.errors.items():
@@ -186,4 +218,9 @@ def _print(found: list[Measured]) -> None:
 
 
 def _pair(spread: Any) -> str:
-    return "-" if spread is None else f"{1000 * spread.median:.1f} / {1000 * spread.p99:.1f}"
+    return "-" if spread is None else f"{_ms(spread.median)} / {_ms(spread.p99)}"
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds, with a decimal below 100."""
+    return f"{1000 * seconds:.1f}" if seconds < 0.09995 else f"{1000 * seconds:.0f}"

@@ -11,6 +11,7 @@ from nanovllm.bench.serving import Goal, Load, Measured, measure
 from nanovllm.bench.serving_client import Recorder, Target, Timed, get_json, request_body, take_apart
 from nanovllm.bench.workloads import Workload
 from nanovllm.cli import app
+from nanovllm.cli.bench import _print
 from nanovllm.serve.options import ServeOptions
 from tests import tiny
 from tests.serve.running import RunningServer
@@ -51,7 +52,6 @@ def test_times_of_a_stream_however_it_is_cut():
 @pytest.mark.parametrize(
     "data, said",
     [
-        (b'HTTP/1.1 503 no\r\n\r\n{"error": "full"}', "status 503"),
         (HEAD + chunk(event(error={"message": "broken"})) + chunk(DONE) + b"0\r\n\r\n", "broken"),
         (HEAD + chunk(event(choices=[{"text": "a"}])), "without [DONE]"),
         (HEAD + chunk(USAGE + DONE) + b"0\r\n\r\n", "no text"),
@@ -61,6 +61,26 @@ def test_times_of_a_stream_however_it_is_cut():
 )
 def test_what_is_no_whole_answer_is_an_error(data, said):
     assert said in take_apart(Recorded(data), None).error
+
+
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (b'HTTP/1.1 503 no\r\n\r\n{"error": "full"}', "status 503: full"),
+        (
+            b'HTTP/1.1 400 no\r\n\r\n{"error": {"code": 4,\n "message": "n=0: ' + b"x" * 300 + b'"}}',
+            "status 400: n=0: " + "x" * 300,
+        ),
+        (b"HTTP/1.1 502 no\r\n\r\n<p>Bad Gateway</p>", "status 502: <p>Bad Gateway</p>"),
+        (
+            HEAD.replace(b"200", b"400") + chunk(b'{"error": {"mes') + chunk(b'sage": "no"}}') + b"0\r\n\r\n",
+            "status 400: no",
+        ),
+        (b"HTTP/1.1 500 no\r\n\r\n[1]", "status 500: [1]"),
+    ],
+)
+def test_the_message_of_an_error_is_shown_alone_and_whole(data, said):
+    assert take_apart(Recorded(data), None).error == said
 
 
 def test_figures():
@@ -131,3 +151,15 @@ def test_bad_input():
             kind(**arguments)
     body = json.loads(request_body(Target("http://x", "chat", "m"), "hello", 5, {"top_k": 1}))
     assert body["messages"] and body["stream"] and body["top_k"] == 1
+
+
+def test_the_table_stays_in_line_whatever_the_times(capsys):
+    requests = [Timed(0.0, [0.0051, 0.0062], 0.01, 5, 2)] * 2
+    slow = [Timed(0.0, [123.4567, 124.4567], 130.0, 5, 2)] * 2
+    loads = (Load(2, concurrency=1), requests), (Load(2, concurrency=None, rate=12345.0), slow)
+    _print([Measured.of(load, timed, Goal(ttft=1.0)) for load, timed in loads])
+    title, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert "5.1 / 5.1" in first and "123457 / 123457" in second and "1000 / 1000" in second
+    for end in ("TTFT ms", "ITL ms", "TPOT ms", "good"):
+        column = title.index(end) + len(end)
+        assert all(line[column - 1] != " " and line[column : column + 1] in (" ", "") for line in (first, second))
