@@ -158,7 +158,16 @@ def _add_output(group: Any) -> None:
 
 def main(arguments: list[str] | None = None, launch: Any = None) -> int:
     """Run the benchmark; returns the exit code. launch: see `nanovllm.bench.launcher`."""
-    args = parser().parse_args(arguments)
+    from nanovllm.console import StatusLine
+
+    status = StatusLine()
+    if "--worker" not in sys.argv and "torch" not in sys.modules:
+        status.show("starting ...", timed=True)
+    try:
+        options = parser()  # imports PyTorch
+    finally:
+        status.clear()
+    args = options.parse_args(arguments)
     from nanovllm.bench import benchmark, launcher
     from nanovllm.bench.command_line import engine_paths, names_in
     from nanovllm.bench.engines import ENGINES

@@ -247,6 +247,7 @@ METHODS = {
         ),
         ("beam search is not supported; use SamplingParams(n=) for several completions", "beam_search"),
         ("the engine cannot sleep; delete the LLM, which frees its memory", "sleep wake_up"),
+        ("there is none; `del llm` frees the memory if nothing else holds the LLM", "close shutdown"),
         ("profiles are written by `python bench.py --profile`", "start_profile stop_profile"),
         ("a request's metrics are in `output.metrics`", "get_metrics"),
         ("there are no workers to call; kernels are replaced by kernel_plugins", "collective_rpc apply_model"),

@@ -33,7 +33,8 @@ for sys.argv in COMMANDS:
         os._exit(1)
     os.wait()
 """.replace("COMMANDS", repr([["nanovllm", *command.split()] for command in COMMANDS]))
-    (shown,) = shown_on_terminals([["-c", program]], tmp_path)
+    shown, of_bench = shown_on_terminals([["-c", program], [str(ROOT / "bench.py")]], tmp_path, tmp_path)
+    assert of_bench.startswith(b"\r\x1b[2Kstarting ...") and of_bench.endswith(b"torch begins"), of_bench
     for command, one in zip(COMMANDS, shown.split(b"command: ")[1:], strict=True):
         before, imported, _ = one.partition(b"torch begins")
         assert imported and b" ..." in before, (command, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -9,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from nanovllm.hardware.gpu_name import cpu_name
 
 
 def versions() -> dict[str, str]:
@@ -18,6 +21,25 @@ def versions() -> dict[str, str]:
     except PackageNotFoundError:
         triton = "none"
     return {"torch": torch.__version__.partition("+")[0], "triton": triton, "cuda": torch.version.cuda or "none"}
+
+
+def environment() -> dict[str, str]:
+    """What a bug report has of the machine: `versions`, with torch's build, and those of the rest of the software."""
+    found = {"nanovllm": "", "transformers": ""}
+    for name in found:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "none"
+    if torch.version.cuda is None and torch.version.hip is None:
+        build = f"{torch.__version__} (CPU build)"
+    else:
+        build = torch.__version__
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {
+        **found, **versions(), "torch": build, "python": platform.python_version(), "system": platform.platform(),
+        "processor": cpu_name(), **gpu,
+    }  # fmt: skip
 
 
 @dataclass

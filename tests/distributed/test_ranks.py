@@ -132,7 +132,8 @@ def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch
     [
         (
             dict(size=3),
-            "4 query heads cannot be divided by tensor_parallel_size=3; sizes that this model allows: 1, 2, 4",
+            "4 query heads cannot be divided by tensor_parallel_size=3; sizes that this model allows: 1, 2, 4; on a"
+            " CPU use 1, whose threads use all processors",
         ),
         (dict(device="cpu:0"), "device='cpu:0' with tensor_parallel_size=2: each rank has a device of its own"),
     ],

@@ -279,6 +279,7 @@ def test_methods_of_vllm_that_are_missing_say_what_to_do(llm):
         ("beam_search", "use SamplingParams"),
         ("embed", "generates text"),
         ("sleep", "delete the LLM"),
+        ("close", "`del llm` frees the memory"),
         ("enqueue", "use add_request"),
     ):
         with pytest.raises(AttributeError, match=rf"^LLM.{name}: .*{answer}"):

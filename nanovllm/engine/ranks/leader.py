@@ -53,7 +53,7 @@ class Leader(Ranks):
     """
 
     def __init__(self, config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
-        check_split(model, config.tensor_parallel_size)
+        check_split(model, config.tensor_parallel_size, device)
         self._config, self._device, self._size = config, device, config.tensor_parallel_size
         self._groups: list[Group] = []
         self._when_failed: list[Callable[[], None]] = []
@@ -201,7 +201,7 @@ class _Meet:
         self._processes.watch(True)
 
 
-def check_split(model: ModelConfig, size: int) -> None:
+def check_split(model: ModelConfig, size: int, device: torch.device) -> None:
     """Raise a ValueError that names what does not divide by `size`, and the sizes that are possible."""
 
     def problem(size: int) -> str | None:
@@ -217,4 +217,5 @@ def check_split(model: ModelConfig, size: int) -> None:
     found = problem(size)
     if found is not None:
         possible = ", ".join(str(n) for n in _POSSIBLE_SIZES if problem(n) is None)
-        raise ValueError(f"{found}; sizes that this model allows: {possible}")
+        without_gpu = "; on a CPU use 1, whose threads use all processors" if device.type == "cpu" else ""
+        raise ValueError(f"{found}; sizes that this model allows: {possible}{without_gpu}")
