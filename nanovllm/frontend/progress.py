@@ -16,13 +16,21 @@ class ProgressBar:
     """
 
     def __init__(self, requests: list[Request], waiter: Waiter) -> None:
-        from rich.console import Console
+        from rich.console import Console, ConsoleDimensions
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        class Narrower(Console):
+            """A terminal shows Ctrl-C as "^C" where the bar ends. In a full line that would begin a new one."""
+
+            @property  # type: ignore[misc]
+            def size(self) -> ConsoleDimensions:
+                width, height = super().size
+                return ConsoleDimensions(max(1, width - len("^C")), height)
 
         self._requests = requests
         self._waiter = waiter
         self._next_update = 0.0
-        console = Console(stderr=True)
+        console = Narrower(stderr=True)
         self._bar = Progress(
             TextColumn("Generating"),
             BarColumn(),
