@@ -65,6 +65,34 @@ def test_bad_input_is_named(args, said):
     assert isinstance(done.exception, ValueError) and said in str(done.exception)
 
 
+def test_the_name_of_a_local_model_is_the_last_part_of_its_path(tmp_path, monkeypatch):
+    (tmp_path / "some-model").mkdir()
+    (tmp_path / "some.gguf").touch()
+    monkeypatch.chdir(tmp_path / "some-model")
+    for model, name in [
+        (str(tmp_path / "some-model"), "some-model"), (f"{tmp_path}/some-model/", "some-model"), (".", "some-model"),
+        ("../some.gguf", "some.gguf"), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"), ("/", "/"),
+    ]:  # fmt: skip
+        assert ModelOptions(model=model).located() == (model, (name,))
+    assert ModelOptions(positional=".", served_model_name=["a", "b"]).located() == (".", ("a", "b"))
+
+
+def test_a_path_is_checked_before_torch_is_imported():
+    program = """
+import sys
+from nanovllm.cli.serve import serve
+for model, said in [("/nope", "is no local directory or .gguf file; pass"), ("none.gguf", ": no such file")]:
+    try:
+        serve(model=model)
+    except FileNotFoundError as error:
+        assert said in str(error), error
+    else:
+        raise AssertionError(model)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_defaults_are_those_of_the_engine_and_the_server():
     assert EngineOptions().config("m") == EngineConfig("m")
     server = {f.name: f.default for f in fields(ServeOptions)}

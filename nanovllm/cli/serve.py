@@ -19,6 +19,7 @@ from nanovllm.cli.serve_options import (
 )
 from nanovllm.console import working
 from nanovllm.log_format import say_as_log
+from nanovllm.weights.model_path import check_model_path
 
 if TYPE_CHECKING:
     from socket import socket
@@ -50,6 +51,8 @@ def serve(
     if process.api_servers > 1 and limits.max_per_key is not None:
         raise ValueError("--max-per-key counts in one process; leave it out, or --api-servers")
     path, names = model.located()
+    if ray.ray_address is None:  # else only the machines of that cluster need have it
+        check_model_path(path)
     config = engine.config(path)
     try:
         import uvicorn  # noqa: F401

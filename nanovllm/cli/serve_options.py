@@ -33,7 +33,10 @@ class ModelOptions:
     port: Annotated[int, _option("The port to listen on; 0 takes a free one.")] = 8000
     served_model_name: Annotated[
         list[str] | None,
-        _option("The model's name in requests; repeatable. By default the value of --model.", metavar="NAME"),
+        _option(
+            "The model's name in requests; repeatable. By default the hub id, or the last part of a path.",
+            metavar="NAME",
+        ),
     ] = None
 
     def __post_init__(self) -> None:
@@ -50,7 +53,12 @@ class ModelOptions:
             raise ValueError(f"MODEL {self.positional} and --model {self.model} are both given; leave one out")
         model = self.model or self.positional
         if model is not None:
-            return model, tuple(self.served_model_name or [model])
+            from nanovllm.weights.model_path import path_of
+
+            path = path_of(model)
+            # Clients see the name, and a whole path tells of the machine's folders.
+            name = os.path.basename(os.path.abspath(path)) if path.exists() else ""
+            return model, tuple(self.served_model_name or [name or model])
         from nanovllm.weights.demo_model import demo_model_path
 
         return str(demo_model_path()), tuple(self.served_model_name or ["SmolLM2-135M-Instruct"])

@@ -40,6 +40,9 @@ def _read(request: CompletionRequest) -> tuple[list[str | list[int]], SamplingPa
     nothing = request.max_tokens == 0
     if nothing and not request.echo:
         raise ApiError(400, "max_tokens=0: nothing would be answered; pass echo=true, or a larger number", "max_tokens")
+    if request.max_tokens is not None and request.max_tokens < 0:
+        said = "must be at least 1 (0 with echo=true); without the field it is 16"
+        raise ApiError(400, f"max_tokens={request.max_tokens}: {said}", "max_tokens")
     both = request.prompt_logprobs, request.logprobs if request.echo else None
     params = sampling_params(
         request,

@@ -100,6 +100,8 @@ class Exchange:
             raise ApiError(415, f"content-encoding: {packed.decode('latin-1'):.40}: send the body as it is")
         body = await self.body(max_bytes, timeout)
         self.body_size = len(body)
+        if not body.strip():
+            raise ApiError(400, "the body is empty; send a JSON object")
         try:
             decoded = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

@@ -99,8 +99,8 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """A 404 for a model that is not served. No name means the model of this server."""
         if name is not None and name not in self.options.model_names:
-            known = ", ".join(self.options.model_names)
-            raise ApiError(404, f"model={brief(name, 200)}: there is no such model; known are {known}", "model",
+            known = " and ".join(self.options.model_names)
+            raise ApiError(404, f"model={brief(name, 200)}: there is no such model; the server has {known}", "model",
                            "model_not_found")  # fmt: skip
 
     async def json(self, exchange: Exchange) -> dict[str, Any]:
@@ -140,6 +140,15 @@ class Service:
         if taken:
             name = min(taken)
             raise ApiError(400, f"chat_template_kwargs: {name!r} is not for the template", "chat_template_kwargs")
+        if not messages:
+            said = 'messages: must have at least one message, such as {"role": "user", "content": "Hello!"}'
+            raise ApiError(400, said, "messages")
+        for i, message in enumerate(messages):
+            if message.get("role") is None:
+                raise ApiError(400, f"messages[{i}].role is missing; pass user, for example", "messages")
+            if not isinstance(message["role"], str):
+                said = f"messages[{i}].role={brief(message['role'])}: must be a string, such as user"
+                raise ApiError(400, said, "messages")
         try:
             check_messages("messages", messages)
             return chat_text(self.engine.tokenizer, "messages", messages, {**variables, **own})

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ from nanovllm.models.registry import model_class
 from nanovllm.weights import gguf
 from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json
+from nanovllm.weights.model_path import nearest, nowhere, path_of
 from nanovllm.weights.quantization import config as quantization_config
 from nanovllm.weights.quantization.rules import Quantization
 
@@ -50,7 +49,7 @@ def locate(config: EngineConfig) -> Checkpoint:
     Raises:
         ValueError, FileNotFoundError: nothing is there, or something is missing or unsupported; the message says what.
     """
-    path = _path(config.model)
+    path = path_of(config.model)
     dummy = config.load_format == "dummy"
     checkpoint = partial(
         Checkpoint, online_head=config.lm_head_quantization, activation_quantization=config.activation_quantization
@@ -124,7 +123,7 @@ def _parse(config: Mapping[str, Any], file: Path) -> ModelConfig:
 def _from_hub(model_id: str) -> Path:
     """A hub id's directory in the local cache, downloaded if it is not there."""
     if model_id.startswith((".", "/", "~")):
-        raise FileNotFoundError(_nowhere(model_id))
+        raise FileNotFoundError(nowhere(model_id))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="IProgress not found")  # in a notebook; a bar of text is shown
         from huggingface_hub import snapshot_download
@@ -142,7 +141,7 @@ def _from_hub(model_id: str) -> Path:
         except LocalEntryNotFoundError:
             return Path(snapshot_download(model_id, allow_patterns=patterns))
     except HFValidationError:
-        raise FileNotFoundError(_nowhere(model_id)) from None
+        raise FileNotFoundError(nowhere(model_id)) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:
         raise FileNotFoundError(
             f"model={model_id!r} is no local directory, is not in the hub's local cache, and could not be downloaded"
@@ -150,38 +149,11 @@ def _from_hub(model_id: str) -> Path:
         ) from None  # the hub's own traceback is a page long and says no more
 
 
-def _nowhere(name: str) -> str:
-    """What is said of a name that can be no hub id."""
-    near = _nearest(name, {})
-    remedy = f"did you mean {near!r}?" if near else "pass the path of one, or a hub id such as 'Qwen/Qwen3-0.6B'"
-    return f"model={name!r} is no local directory or .gguf file; {remedy}"
-
-
 def _no_shape(name: str) -> str:
     """What is said of a name that is to give a model's shape, and gives none."""
-    near = _nearest(name, PRESETS)
+    near = nearest(name, PRESETS)
     remedy = f"did you mean {near!r}?" if near else f"presets are {', '.join(PRESETS)}"
     return f"model={name!r} is no local directory, and no preset (the shape of a published model); {remedy}"
-
-
-def _path(name: str) -> Path:
-    """Where a name is on the disk. "~user" of a user that is not there stays as it is."""
-    with suppress(RuntimeError):
-        return Path(name).expanduser()
-    return Path(name)
-
-
-def _nearest(name: str, presets: Collection[str]) -> str | None:
-    """What a mistyped name was meant to be: a directory with a config.json beside it, or a preset."""
-    path = _path(name)
-    try:
-        siblings = [p for p in path.parent.iterdir() if (p / "config.json").is_file()]
-    except OSError:
-        siblings = []
-    # A path that has no slash in it would be taken for a hub id.
-    named = {p.name: str(p) if p.is_absolute() else f"./{p}" for p in siblings} | {p: p for p in presets}
-    near = difflib.get_close_matches(path.name, named, n=1, cutoff=0.7)
-    return named[near[0]] if near else None
 
 
 def _why_not(error: Exception) -> str:

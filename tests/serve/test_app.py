@@ -48,6 +48,9 @@ def test_models_version_and_health(guarded):
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
     status, error = guarded.refused("/v1/completions", model="three", prompt="x")
     assert (status, error["param"]) == (404, "model")
+    assert error["message"] == "model='three': there is no such model; the server has one and org/two"
+    empty = guarded.client.post("/v1/completions", content=b" \n", headers={"content-type": "application/json"})
+    assert empty.status_code == 400 and empty.json()["error"]["message"] == "the body is empty; send a JSON object"
     assert guarded.client.get("/nowhere").status_code == 404
     wrong = guarded.client.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"

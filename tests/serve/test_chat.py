@@ -45,9 +45,10 @@ def test_log_probabilities(server, llm):
 @pytest.mark.parametrize(
     "body, param, said",
     [
-        (dict(messages=[]), None, "conversation"),
+        (dict(messages=[]), "messages", 'messages: must have at least one message, such as {"role": "user", '),
         (dict(messages="hello"), "messages", "array"),
-        (dict(messages=[{"content": "x"}]), None, "role"),
+        (dict(messages=[*MESSAGES, {"content": "x"}]), "messages", "messages[1].role is missing; pass user"),
+        (dict(messages=[{"role": 5, "content": "x"}]), "messages", "messages[0].role=5: must be a string"),
         (dict(messages=MESSAGES, top_logprobs=2), "top_logprobs", "top_logprobs=2: needs logprobs=true; add"),
         (dict(messages=MESSAGES, logprobs=True, top_logprobs=99), "top_logprobs", "top_logprobs=99: this engine"),
         (dict(messages=MESSAGES, logprobs=True, top_logprobs=99), None, "start the server with --max-logprobs 99"),

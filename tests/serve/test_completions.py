@@ -167,6 +167,12 @@ def test_cached_tokens_are_told(server):
         (dict(prompt="x", best_of=3), "best_of", "use n"),
         (dict(prompt="x", suffix="y"), "suffix", "put everything into the prompt"),
         (dict(prompt="x", max_tokens=0), "max_tokens", "echo"),
+        (
+            dict(prompt="x", max_tokens=-1),
+            "max_tokens",
+            "=-1: must be at least 1 (0 with echo=true); without the field",
+        ),
+        (dict(prompt="x", max_tokens=-1, echo=True), "max_tokens", "max_tokens=-1: must be at least 1 (0 with"),
         (dict(prompt="x", logit_bias={"a": 1, "b": 1}), "logit_bias", "expected token ids, not 'a', 'b'"),
         (dict(prompt="x", logit_bias={"123456": 1}), "logit_bias", "outside the vocabulary"),
         (dict(prompt="x", stream_options={"usage": True}), "stream_options", "unknown field"),
