@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
-from nanovllm.early_exit import INTERRUPTED, QuickExit, raise_when_loaded
+from nanovllm.early_exit import INTERRUPTED, QuickExit, leave_quietly, raise_when_loaded
 from nanovllm.status_process import CountingProcess
 
 WIDTH = 80
@@ -57,6 +57,7 @@ def run_program(name: str, main: Callable[[], int | None], quick_exit: bool = Tr
         code = 1
     if end is not None:
         end.code = code
+        leave_quietly()
     sys.exit(code)
 
 

@@ -157,6 +157,15 @@ def raise_when_loaded(name: str) -> None:
         signal.signal(signal.SIGINT, _Leave(name, torch_alone=True))
 
 
+def leave_quietly() -> None:
+    """The program has ended: from now on the first Ctrl-C does nothing, and the second ends this process at once.
+
+    A KeyboardInterrupt in a function that Python calls at its exit would be printed with a traceback.
+    """
+    if isinstance(signal.getsignal(signal.SIGINT), _Leave):
+        signal.signal(signal.SIGINT, lambda *_: signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED)))
+
+
 class _Leave:
     def __init__(self, name: str, torch_alone: bool = False) -> None:
         self._name = name

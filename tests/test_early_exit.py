@@ -278,3 +278,27 @@ run_program("program", main)
     assert (tmp_path / "log.txt").read_text() == "kept" and not os.path.exists(folder)
     with pytest.raises(ProcessLookupError):
         os.kill(int(number), 0)
+
+
+@pytest.mark.parametrize("presses, expected", [(1, (0, "begun\nended\n")), (2, (130, "begun\n"))])
+def test_ctrl_c_at_the_exit_says_nothing(presses, expected, tmp_path):
+    """The exit goes on, with all that is called there; pressed again, Ctrl-C ends it."""
+    program = f"""
+from nanovllm.console import run_program
+
+def slow_end():
+    import os, signal
+    print("begun", flush=True)
+    for _ in range({presses}):
+        os.kill(os.getpid(), signal.SIGINT)
+    print("ended", flush=True)
+
+def main():
+    import atexit
+    atexit.register(slow_end)
+
+run_program("program", main)
+"""
+    process = popen(["-c", program], tmp_path)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (*expected, "")
