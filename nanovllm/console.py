@@ -201,7 +201,7 @@ class StatusLine:
         self._end_count()
         if self._shown:
             self._shown = False
-            StatusLine.current = None
+            StatusLine.current = None if StatusLine.current is self else StatusLine.current
             print(erased_line(), end="", file=sys.stderr, flush=True)
 
     def _count(self, text: str, begun: float, ended: threading.Event) -> None:
