@@ -182,8 +182,8 @@ class Bench:
         """
         command = [sys.executable, "-m", "nanovllm", "bench", "serve", server.url, "--json", "-"]
         command += ["--vocab-size", str(self.args.vocab_size), *arguments]
-        (found,) = json.loads(_output_of(command, deadline))
-        if not found["num_good"]:
+        (found,) = json.loads(_output_of(command, deadline))["loads"]
+        if not found["num_ok"]:
             raise PartFailed(f"no request succeeded: {found['errors']}")
         return dict(found)
 

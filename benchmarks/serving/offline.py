@@ -30,11 +30,12 @@ def main() -> None:
         items = workload.draw(seed, vocab_size)
         found = Repeat.of(engine.run(items), sum(len(item.prompt) for item in items), Work())
         times = {
-            "ttft": {"median": found.ttft_p50, "p99": found.ttft_p99},
-            "itl": {"median": found.itl_p50, "p99": found.itl_p99},
+            "ttft_s": {"median": found.ttft_p50, "p99": found.ttft_p99},
+            "itl_s": {"median": found.itl_p50, "p99": found.itl_p99},
         }
         print(
-            json.dumps({"seed": seed, "output_rate": found.output_rate, "seconds": found.seconds, **times}), flush=True
+            json.dumps({"seed": seed, "output_tokens_per_s": found.output_rate, "seconds": found.seconds, **times}),
+            flush=True,
         )
 
 

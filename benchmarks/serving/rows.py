@@ -15,7 +15,7 @@ from nanovllm.hardware.versions import provenance
 _ROOT = Path(__file__).resolve().parents[2]
 OURS, OFFLINE = "nanovllm", "LLM.generate"
 Row = dict[str, Any]
-"""part, side, load, round; then either "error", or "output_rate" (tokens a second) and the spreads "ttft" and "itl" in
+"""part, side, load, round; then either "error", or "output_tokens_per_s" and the spreads "ttft_s" and "itl_s" in
 seconds, with "median" and "p99"."""
 
 
@@ -66,11 +66,12 @@ def _gpu_name() -> str | None:
 def _said(row: Row) -> str:
     if row.get("error"):
         return str(row["error"])
-    if "output_rate" not in row:
+    if "output_tokens_per_s" not in row:
         return str(row.get("said", ""))
     failed = f", {row['num_failed']} failed" if row.get("num_failed") else ""
     busy = f", client {row['client_load']:.0%}" if row.get("client_load") is not None else ""
-    return f"{row['output_rate']:9,.0f} tok/s, TTFT {_pair(row, 'ttft')} ms, ITL {_pair(row, 'itl')} ms{busy}{failed}"
+    times = f"TTFT {_pair(row, 'ttft_s')} ms, ITL {_pair(row, 'itl_s')} ms"
+    return f"{row['output_tokens_per_s']:9,.0f} tok/s, {times}{busy}{failed}"
 
 
 def _pair(row: Row, name: str) -> str:
@@ -79,7 +80,7 @@ def _pair(row: Row, name: str) -> str:
 
 
 def _rate(rows: Sequence[Row]) -> float | None:
-    return statistics.median(row["output_rate"] for row in rows) if rows else None
+    return statistics.median(row["output_tokens_per_s"] for row in rows) if rows else None
 
 
 def _ms(rows: Sequence[Row], name: str, key: str) -> str:
@@ -126,7 +127,7 @@ def _streams(found: Rows) -> list[str]:
             sides = [found.find("streams", side, load) for side in (OURS, peer)]
             ours, theirs = map(_rate, sides)
             cells = [load, *("-" if rate is None else f"{rate:,.0f}" for rate in (ours, theirs))]
-            cells += [_ms(s, name, key) for name in ("ttft", "itl") for key in ("median", "p99") for s in sides]
+            cells += [_ms(s, name, key) for name in ("ttft_s", "itl_s") for key in ("median", "p99") for s in sides]
             body.append([*cells, f"{ours / theirs:.2f}" if ours and theirs else "-"])
         if body:
             lines += [_line(heads), _line(["---"] * len(heads)), *map(_line, body)]

@@ -158,20 +158,22 @@ class Measured:
     """What a load gave.
 
     Attributes:
+        num_ok: requests without an error.
+        num_good: those of them that meet the goal; None: there is none.
         seconds: from the first request's start to the last answer's end.
-        itl: between two events of a stream; an event may bring several tokens.
+        itl: between two events of a stream, each with one or more tokens.
         tpot: mean seconds a token of each request, after its first.
         client_load: share of one processor that the measuring process itself used. Near 1, the client may be the limit.
     """
 
     load: str
-    num_good: int
+    num_ok: int
     num_failed: int
     errors: dict[str, int]
     seconds: float
     num_prompt_tokens: int
     num_output_tokens: int
-    num_goal_met: int | None
+    num_good: int | None
     ttft: Spread | None
     itl: Spread | None
     tpot: Spread | None
@@ -185,10 +187,13 @@ class Measured:
 
     @property
     def request_rate(self) -> float:
-        return self.num_good / self.seconds if self.seconds else 0.0
+        return self.num_ok / self.seconds if self.seconds else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"output_rate": self.output_rate, "request_rate": self.request_rate}
+        """For JSON: names with units, and the rates."""
+        seconds = "ttft", "itl", "tpot", "e2e"
+        named = {f"{name}_s" if name in seconds else name: value for name, value in asdict(self).items()}
+        return named | {"output_tokens_per_s": self.output_rate, "requests_per_s": self.request_rate}
 
     @classmethod
     def of(
@@ -200,10 +205,10 @@ class Measured:
         gaps = [b - a for r in good for a, b in zip(r.times, r.times[1:])]
         seconds = max((r.end for r in good), default=0.0) - min((r.start for r in good), default=0.0)
         return cls(
-            load=load.name, num_good=len(good), num_failed=len(requests) - len(good), errors=errors, seconds=seconds,
+            load=load.name, num_ok=len(good), num_failed=len(requests) - len(good), errors=errors, seconds=seconds,
             num_prompt_tokens=sum(r.num_prompt or 0 for r in good),
             num_output_tokens=sum(r.num_output or len(r.times) for r in good),
-            num_goal_met=None if goal is None else sum(map(goal.met, requests)),
+            num_good=None if goal is None else sum(map(goal.met, requests)),
             ttft=Spread.of([first_token(r) for r in good]), itl=Spread.of(gaps),
             tpot=Spread.of([t for r in good if (t := per_token(r)) is not None]),
             e2e=Spread.of([whole(r) for r in good]),

@@ -77,6 +77,24 @@ class _Loads:
         if given:
             raise ValueError(f"{why}; leave out {' and '.join(given)}")
 
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: what the loads have in common. None: an option has no effect, or its value is in each load."""
+        own = self.workload is not None
+        return {
+            "workload": self.workload, "prompts": None if self.prompts is None else str(self.prompts),
+            "input_len": None if own or self.prompts is not None else self._words,
+            "output_len": None if own else self._tokens, "vocab_size": self.vocab_size, "seed": self.seed,
+            "ignore_eos": self.ignore_eos,
+        }  # fmt: skip
+
+    @property
+    def _words(self) -> int:
+        return _LENGTH if self.input_len is None else self.input_len
+
+    @property
+    def _tokens(self) -> int:
+        return _LENGTH if self.output_len is None else self.output_len
+
     def all(self) -> list[Load]:
         """The loads in the order in which they are measured."""
         from nanovllm.bench.serving import Load
@@ -87,8 +105,7 @@ class _Loads:
         if self.prompts is not None and not lines:
             raise ValueError(f"--prompts {self.prompts}: holds no prompt; write one in each line")
         common: dict[str, Any] = dict(
-            input_len=_LENGTH if self.input_len is None else self.input_len,
-            output_len=_LENGTH if self.output_len is None else self.output_len, prompts=lines,
+            input_len=self._words, output_len=self._tokens, prompts=lines,
             vocab_size=self.vocab_size, seed=self.seed,
             extra={"ignore_eos": True, "temperature": 0.6} if self.ignore_eos else {"temperature": 0.6},
         )  # fmt: skip
@@ -138,17 +155,19 @@ def serve(
     goal = None if limits == [None] * 3 else Goal(*limits)
     loads = asked.all()
     found: list[Measured] = []
+    goals = {"goal_ttft_ms": goal_ttft, "goal_tpot_ms": goal_tpot, "goal_e2e_ms": goal_e2e}
+    head = {"server": url, "model": target.model, "endpoint": endpoint, "options": asked.as_dict() | goals}
     interrupted = False
     try:
         for load in loads:
             with _bar(load.name, load.total, shown=json_file != STDOUT) as advance:
                 found.append(measure(target, load, goal, advance))
-            if not any(m.num_good for m in found):  # a wrong name or key: the other loads would fail too
-                write_json(json_file, [m.as_dict() for m in found])
+            if not any(m.num_ok for m in found):  # a wrong name or key: the other loads would fail too
+                write_json(json_file, head | {"loads": [m.as_dict() for m in found]})
                 raise ValueError(_nothing_succeeded(target, found[-1]))
     except KeyboardInterrupt:
         interrupted = True
-    if not write_json(json_file, [m.as_dict() for m in found]):
+    if not write_json(json_file, head | {"loads": [m.as_dict() for m in found]}):
         _print(found)
     if interrupted:
         print(f"interrupted after {len(found)} of {len(loads)} loads", file=sys.stderr)
@@ -193,9 +212,9 @@ def _print(found: list[Measured]) -> None:
     titles = "load", "ok", "tok/s", "req/s", "TTFT ms", "ITL ms", "TPOT ms", "good"
     rows = [
         (
-            m.load, str(m.num_good), f"{m.output_rate:.0f}", f"{m.request_rate:.2f}", _pair(m.ttft), _pair(m.itl),
+            m.load, str(m.num_ok), f"{m.output_rate:.0f}", f"{m.request_rate:.2f}", _pair(m.ttft), _pair(m.itl),
             "-" if m.tpot is None else _ms(m.tpot.median),
-            "-" if m.num_goal_met is None else f"{100 * m.num_goal_met / max(1, m.num_good + m.num_failed):.0f}%",
+            "-" if m.num_good is None else f"{100 * m.num_good / max(1, m.num_ok + m.num_failed):.0f}%",
         )
         for m in found
     ]  # fmt: skip

@@ -86,11 +86,13 @@ def test_the_message_of_an_error_is_shown_alone_and_whole(data, said):
 def test_figures():
     requests = [Timed(0.0, [1.0, 1.5, 2.0], 2.0, 5, 3), Timed(1.0, [3.0], 3.0, 5, 1), Timed(error="refused")]
     found = Measured.of(Load(3), requests, Goal(ttft=1.5))
-    assert (found.num_good, found.num_failed, found.num_goal_met, found.errors) == (2, 1, 1, {"refused": 1})
+    assert (found.num_ok, found.num_failed, found.num_good, found.errors) == (2, 1, 1, {"refused": 1})
     assert found.seconds == 3.0 and found.output_rate == pytest.approx(4 / 3)
     assert found.ttft.mean == 1.5 and found.itl.median == 0.5 and found.tpot.p99 == 0.5
     assert found.client_load is None and Measured.of(Load(3), requests, None, 1.5).client_load == 0.5
-    assert json.loads(json.dumps(found.as_dict()))["request_rate"] == pytest.approx(2 / 3)
+    shown = json.loads(json.dumps(found.as_dict()))
+    assert shown["requests_per_s"] == pytest.approx(2 / 3) and shown["output_tokens_per_s"] == pytest.approx(4 / 3)
+    assert shown["ttft_s"]["mean"] == 1.5 and (shown["num_ok"], shown["num_good"]) == (2, 1)
 
 
 def test_a_server(tmp_path):
@@ -109,7 +111,7 @@ def test_a_server(tmp_path):
         assert measure(Target(server.url, "completions", "model", "some-secret-key"), load).num_prompt_tokens == 10
         ids = Load(workload=Workload("some", 3, 5, (2, 4), rate=50.0), vocab_size=50, extra=extra)
         found = measure(Target(server.url, "completions", "model", "some-secret-key"), ids)
-        assert (found.load, found.num_good, found.num_prompt_tokens) == ("some", 3, 15)
+        assert (found.load, found.num_ok, found.num_prompt_tokens) == ("some", 3, 15)
         assert get_json(target, "models")["data"][0]["id"] == "model"
         wrong = measure(Target(server.url, "completions", "model", "wrong"), Load(2))
         assert wrong.num_failed == 2 and "status 401" in next(iter(wrong.errors))
@@ -136,8 +138,24 @@ def test_a_load_without_a_good_answer_ends_the_command_without_a_table(tmp_path)
             done = CliRunner().invoke(app, command.split())
             assert isinstance(done.exception, ValueError) and said in str(done.exception)
             assert "streams" not in done.output
-            assert [load["num_failed"] for load in json.loads(kept.read_text())] == [3]
+            assert [load["num_failed"] for load in json.loads(kept.read_text())["loads"]] == [3]
             kept.unlink()
+
+
+def test_the_json_says_what_was_asked_of_which_server(tmp_path):
+    tiny.save_with_tokenizer(tmp_path)
+    with RunningServer(tmp_path) as server:
+        asked = "--concurrency 2 --input-len 3 --output-len 4 --seed 7 --goal-ttft 600000 --json -"
+        done = CliRunner().invoke(app, f"bench serve {server.url} {asked}".split())
+    found = json.loads(done.output)
+    assert (found["server"], found["model"], found["endpoint"]) == (server.url, "model", "completions")
+    assert found["options"] == {
+        "workload": None, "prompts": None, "input_len": 3, "output_len": 4, "vocab_size": None, "seed": 7,
+        "ignore_eos": True, "goal_ttft_ms": 600000.0, "goal_tpot_ms": None, "goal_e2e_ms": None,
+    }  # fmt: skip
+    (load,) = found["loads"]
+    assert (load["load"], load["num_ok"], load["num_good"], load["num_output_tokens"]) == ("2 streams", 8, 8, 32)
+    assert load["e2e_s"]["p99"] > 0
 
 
 def test_bad_input():

@@ -60,7 +60,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path, program, limit, said):
 
 
 def row(rate, ttft=0.01):
-    return {"output_rate": rate, "ttft": {"median": ttft, "p99": 2 * ttft}, "itl": None}
+    return {"output_tokens_per_s": rate, "ttft_s": {"median": ttft, "p99": 2 * ttft}, "itl_s": None}
 
 
 def test_rows_are_in_the_file_as_they_come_and_make_tables(tmp_path, capsys):
