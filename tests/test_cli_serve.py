@@ -157,7 +157,8 @@ def process(tmp_path):
             lines.append(line)
             found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)
         assert found, lines
-        assert lines[0] == "Loading tiny ...\n" and any(": start, weights: " in line for line in lines), lines
+        said = [json.loads(line)["message"] for line in lines]
+        assert said[0] == "Loading tiny ..." and any(text.startswith("weights loaded in ") for text in said), said
         yield server, found[1]
         server.kill()
 

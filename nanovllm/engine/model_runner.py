@@ -67,7 +67,7 @@ class ModelRunner:
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
                 packed=None if reason else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
             )  # fmt: skip
-            timer.end("weights")
+            timer.end("weights", "loaded")
             group.meet(f"the weights are loaded for {kernels.providers}")
             self.sampler = Sampler(
                 config.max_num_seqs, checkpoint.config.vocab_size, device, kernels.sample, kernels.apply_token_bitmask
@@ -76,7 +76,7 @@ class ModelRunner:
             self.fast = FastPaths(config, kernels, self.model, device)
             num_blocks = num_kvcache_blocks(config, self.model, self.sampler, limits)
             self.num_kvcache_blocks = group.smallest(num_blocks, device)
-            timer.end("memory")
+            timer.end("memory", "measured")
             self.limits = within_blocks(limits, self.num_kvcache_blocks)
             caches = kv_cache.allocate(
                 checkpoint.config, self.num_kvcache_blocks, limits.block_size, limits.cache_dtype, device,

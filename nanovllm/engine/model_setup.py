@@ -30,10 +30,11 @@ class StartTimer:
         self._seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
-    def end(self, part: str) -> None:
+    def end(self, part: str, done: str) -> None:
+        """Log that a part has ended. done: what was done with it."""
         now = time.perf_counter()
         self._seconds[part], self._last = now - self._last, now
-        logger.info("start, %s: %.2f s", part, self._seconds[part])  # at once: a start that hangs shows where
+        logger.info("%s %s in %.2f s", part, done, self._seconds[part])  # at once: a start that hangs shows where
 
     def __str__(self) -> str:
         return ", ".join(f"{part} {seconds:.2f} s" for part, seconds in self._seconds.items())

@@ -110,7 +110,7 @@ class FastPaths:
             self._capture(self._logits, paged, warm_up, timer)
         if enabled.warm_up:
             warm_up.run()
-            timer.end("first steps")
+            timer.end("first steps", "made")
 
     def _decode_state(self, paged: PagedModel) -> DecodeState:
         prefixes = None
@@ -132,7 +132,7 @@ class FastPaths:
         prefill = self.prefill if self.enabled.prefill_graphs else None
         if self.enabled.warm_up and paged.device.type == "cuda":
             warm_up.compile_kernels([partial(r.run_every_shape, logits) for r in (decoder, prefill) if r is not None])
-            timer.end("kernels")
+            timer.end("kernels", "compiled")
         make = self.policy.graph_backend or CudaGraphs
         backend: GraphBackend = make(paged.device)
         if decoder is not None:
@@ -145,7 +145,7 @@ class FastPaths:
                     raise
                 logger.warning("steps with prompts run without CUDA graphs, since their capture failed: %s", e)
                 self.prefill = None
-        timer.end("graphs")
+        timer.end("graphs", "captured")
 
     # ------------------------------------------------------------------------------------------------ serving
 
