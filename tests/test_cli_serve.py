@@ -57,6 +57,10 @@ from tests.serve.running import wait_until
         ("bench serve http://h --workload a --input-len 3 --output-len 2", "; leave out --input-len and --output-len"),
         ("bench serve http://h --workload a --concurrency 1,8 --num-requests 2", "--concurrency and --num-requests"),
         ("bench serve http://h --rate 3 --concurrency 2", "--rate 3 sends requests at its own times; leave out --conc"),
+        (
+            "bench serve http://127.0.0.1:1 --model m --prompts /no/such",
+            "--prompts /no/such: No such file or directory;",
+        ),
         ("bench serve http://h --prompts f --vocab-size 9", "--prompts f brings the prompts; leave out --vocab-size"),
     ],
 )

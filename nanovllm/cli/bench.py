@@ -33,6 +33,15 @@ def _root() -> None:
     pass
 
 
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--prompts {path}: {error.strerror}; name a text file with one prompt in each line") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompts {path}: is no text in UTF-8; name a file with one prompt in each line") from None
+
+
 @dataclass(frozen=True)
 class _Loads:
     """What is asked of the server, and how fast."""
@@ -100,7 +109,7 @@ class _Loads:
         from nanovllm.bench.serving import Load
         from nanovllm.bench.workloads import select
 
-        texts = self.prompts.read_text().splitlines() if self.prompts is not None else ()
+        texts = _text_of(self.prompts).splitlines() if self.prompts is not None else ()
         lines = tuple(line for line in texts if line.strip())
         if self.prompts is not None and not lines:
             raise ValueError(f"--prompts {self.prompts}: holds no prompt; write one in each line")
