@@ -156,15 +156,17 @@ def process(tmp_path):
     command += "--port 0 --num-kvcache-blocks 64 --kvcache-block-size 16 --drain 60 --log-json --access-log".split()
     env = os.environ | {"NANOVLLM_API_KEY": "some-secret-key"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:
-        lines, found = [], None
-        while not found and (line := server.stderr.readline()):
-            lines.append(line)
-            found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)
-        assert found, lines
-        said = [json.loads(line)["message"] for line in lines]
-        assert said[0] == "Loading tiny ..." and any(text.startswith("weights loaded in ") for text in said), said
-        yield server, found[1]
-        server.kill()
+        try:
+            lines, found = [], None
+            while not found and (line := server.stderr.readline()):
+                lines.append(line)
+                found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)
+            assert found, lines
+            said = [json.loads(line)["message"] for line in lines]
+            assert said[0] == "Loading tiny ..." and any(text.startswith("weights loaded in ") for text in said), said
+            yield server, found[1]
+        finally:
+            server.kill()
 
 
 def children(pid):
