@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,23 @@ def test_allowed_tokens_and_a_grammar_apply_together(maker):
     none = one(maker, structured_outputs={"regex": "[abc]"}, allowed_token_ids=sorted(ids("z")))
     assert allowed(none, []) == {END}
     assert "no token in common" in none.error and none.ended_by_force(1)
+
+
+@pytest.mark.parametrize(
+    "said, error",
+    [
+        (
+            'Parser Error: token " too many" doesn\'t satisfy the grammar; forced bytes: ""',
+            "the grammar does not allow",
+        ),
+        ("lexer error: too many states", "the grammar is too complex"),
+    ],
+)
+def test_a_refused_text_is_not_taken_for_llguidances_own_words(maker, said, error):
+    constraint = one(maker, structured_outputs={"regex": "[ab]{3}"})
+    constraint.matcher = SimpleNamespace(consume_tokens=lambda tokens: False, get_error=lambda: said)
+    constraint.take([1])
+    assert constraint.error.startswith(error)
 
 
 def test_an_error_counts_from_a_token_on(maker):
