@@ -148,6 +148,16 @@ def test_keys_of_options_replace_those_of_the_environment(tmp_path, monkeypatch)
     assert "NANOVLLM_API_KEY" in CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"}).output
 
 
+def start(server):
+    """(what a server wrote until it was ready, its address)"""
+    lines = []
+    while line := server.stderr.readline():
+        lines.append(line)
+        if found := re.search(r" at (http://127\.0\.0\.1:\d+) ", line):
+            return lines, found[1]
+    raise AssertionError(lines)
+
+
 @pytest.fixture
 def process(tmp_path):
     """(server's process, its address)"""
@@ -157,14 +167,11 @@ def process(tmp_path):
     env = os.environ | {"NANOVLLM_API_KEY": "some-secret-key"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:
         try:
-            lines, found = [], None
-            while not found and (line := server.stderr.readline()):
-                lines.append(line)
-                found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)
-            assert found, lines
+            lines, url = start(server)
             said = [json.loads(line)["message"] for line in lines]
             assert said[0] == "Loading tiny ..." and any(text.startswith("weights loaded in ") for text in said), said
-            yield server, found[1]
+            assert "tiny on cpu, float32, at " in said[-1]
+            yield server, url
         finally:
             server.kill()
 
@@ -225,13 +232,9 @@ def test_all_processes_log_json(tmp_path):
     body = {"prompt": "x", "structured_outputs": {"regex": "ab"}, "allowed_token_ids": allowed}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
-            lines, found = [], None
-            while not found and (line := server.stderr.readline()):
-                lines.append(line)
-                found = re.search(r"at (http://127\.0\.0\.1:\d+) ", line)
-            assert found, lines
+            lines, url = start(server)
             named = {"x-request-id": "of-the-client"}
-            answer = httpx.post(f"{found[1]}/v1/completions", json=body, headers=named, timeout=60, trust_env=False)
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=named, timeout=60, trust_env=False)
             assert answer.status_code == 400
             server.terminate()
             lines += server.stderr.readlines()
