@@ -147,8 +147,8 @@ def test_requests_of_one_key(model_path):
 
 
 def test_a_server_that_stops_lets_running_requests_finish(model_path, caplog):
-    with RunningServer(model_path, ServeOptions(drain=20)) as server:
-        body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with RunningServer(model_path, ServeOptions(drain=20), slow_client(model_path)) as server:
+        body = {"prompt": "a", "max_tokens": 240, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.iter_raw()
             first = next(pieces)
