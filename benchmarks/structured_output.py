@@ -26,8 +26,8 @@ import numpy as np
 
 from benchmarks.serving import dummy_tokenizer
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.fast.mask_thread import MaskTimes
 from nanovllm.engine.request import Request
-from nanovllm.engine.token_masks import MaskTimes
 from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.structured.mask_filler import THREADS
 from nanovllm.weights.demo_model import demo_model_path
@@ -103,7 +103,7 @@ class Stages:
         self._seconds: dict[str, list[float]] = {"schedule": [], "execute": [], "step": []}
         engine = llm.engine
         self._masks = engine.runner.sampler.masks.times
-        self._beside = engine.runner.fast.enabled.fill_beside
+        self._in_thread = engine.runner.fast.enabled.mask_thread
         self._ends: list[tuple[float, int]] = []
         """Of each step: when it ended, how many requests got tokens."""
         engine.scheduler.schedule = self._timed("schedule", engine.scheduler.schedule)  # type: ignore[method-assign]
@@ -160,7 +160,7 @@ class Stages:
         end, count = len(self._seconds["execute"]), len(self._masks)
         whole = {name: 1e3 * np.array(times[end - count : end]) for name, times in self._seconds.items()}
         inside = masks["held"]
-        if not self._beside:
+        if not self._in_thread:
             inside = inside + sum(masks[name] for name in ("wait", "advance", "fill", "finish"))
         found = masks | {
             "launch": whole["execute"] - inside, "schedule": whole["schedule"],

@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -140,7 +141,7 @@ class ModelRunner:
             for i, p in enumerate(sampling)
             if p.seq.constraint is not None
         ]
-        masks = self.sampler.masks.begin(constrained) if constrained else None
+        masks = partial(self.sampler.masks.make, constrained) if constrained else None
         output = self.sampler(logits, metadata, self.paged.last_tokens, masks)
         self.paged.last_tokens[metadata.seq_slots] = output.token_ids
         return StepResult(step, output.token_ids, output.logprobs, prompt)

@@ -13,7 +13,7 @@ import torch
 from nanovllm.engine.logit_rules import LogitChange
 from nanovllm.engine.logprobs import LogprobsTensors, compute_logprobs
 from nanovllm.engine.sequence import Sequence as TokenSequence
-from nanovllm.engine.token_masks import MaskBuilder, StartedMasks
+from nanovllm.engine.token_masks import MaskBuilder, TokenMasks
 from nanovllm.kernels import apply_token_bitmask
 from nanovllm.kernels.ops.sample import apply_penalties, rows_per_chunk
 from nanovllm.sampling_params import SamplingParams
@@ -183,7 +183,7 @@ class Sampler:
         mask_op: a provider of the op `apply_token_bitmask`.
 
     Attributes:
-        masks: fills the masks of constrained rows.
+        masks: makes the masks of constrained rows. `engine/fast/` may put another builder in its place.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class Sampler:
         self.device = torch.device(device)
         self.sample_op = sample_op
         self.mask_op = mask_op
-        self.masks = MaskBuilder(device, max_num_seqs)
+        self.masks = MaskBuilder(self.device)
         self._penalty_state: tuple[torch.Tensor, torch.Tensor] | None = None
         """[max_num_seqs, vocab_size] each: whether the prompt has a token (bool), its count in the output (int32)."""
 
@@ -234,7 +234,7 @@ class Sampler:
         logits: torch.Tensor,
         meta: SamplingMetadata,
         last_tokens: torch.Tensor | None = None,
-        masks: StartedMasks | None = None,
+        masks: Callable[[], TokenMasks] | None = None,
     ) -> SamplerOutput:
         """Sample one token per row, and count it in the penalty state of rows with penalties.
 
@@ -243,7 +243,7 @@ class Sampler:
             meta: the sampling metadata of the same R rows; no seq_slot twice.
             last_tokens: [max_num_seqs or more] int64, the token last sampled in each seq_slot. It is needed where a
                 change of a logit depends on a token that the host does not know.
-            masks: those of the rows with a constraint, from `MaskBuilder.begin`; None: there are no such rows.
+            masks: gives those of the rows with a constraint; None: there are no such rows.
         """
         # Log-probabilities are of the model's own distribution, before all changes, as in vLLM.
         raw = logits
@@ -253,7 +253,7 @@ class Sampler:
             logits = self._penalize(logits, meta, *meta.penalties, in_place=logits is not raw)
         if masks is not None:
             logits = logits.clone() if logits is raw else logits
-            self.constrain(logits, masks)
+            self.mask_op(logits, *masks())
         if meta.all_greedy:
             token_ids = logits.argmax(-1)
         else:
@@ -266,10 +266,6 @@ class Sampler:
         if meta.max_logprobs is None:
             return SamplerOutput(token_ids, None)
         return SamplerOutput(token_ids, compute_logprobs(raw, token_ids, meta.max_logprobs))
-
-    def constrain(self, logits: torch.Tensor, masks: StartedMasks) -> None:
-        """Ban what the constraints of some rows do not allow, in place."""
-        self.mask_op(logits, *masks.finish())
 
     def _penalize(
         self, logits: torch.Tensor, meta: SamplingMetadata, *penalties: torch.Tensor, in_place: bool

@@ -1,46 +1,23 @@
-"""The bit masks of a step's constrained rows, filled on the host while the device computes the step's logits.
+"""The bit masks of a step's constrained rows: which tokens their grammars and other constraints allow.
 
-A mask depends on the sequence's last token, which is still being sampled when the step is launched. So a thread makes
-the masks, and the device's stream waits for them at a gate (`hardware/stream_gate.py`). The order of a decode step:
-
-1. The main thread launches the model, and gives the thread a job (`MaskBuilder.begin`).
-2. The thread waits for the tokens of the step before, and moves the grammars on. The main thread waits for that.
-3. The thread fills the masks, without the interpreter, applies other bans, and opens the gate.
-4. Meanwhile the main thread launches what needs the masks: a wait at the gate, the copy of the masks
-   (`StartedMasks.finish`), masking, sampling. Then it reads the step before and launches the next one.
-
-So the host's work from the tokens of a step to those of the next one is filling masks, and no launch.
-
-Each wait at the gate ends, or the GPU would hang: a wait is launched after its job was given to the thread, and the
-thread opens the gate whatever the job raises. A job that the thread never began is ended by `settle`, which opens the
-gate too. A failure is raised when the tokens are asked for (`StepResult`): they are not used. While a wait is on the
-stream, the thread makes no call of CUDA: a launch of the main thread that loads a kernel could hold it up.
-
-Without a gate `finish` waits until the masks are there: on a CPU, and where steps are not captured. The launches of
-such steps could fill the device's queue. Then a launch waits for the device, maybe with the interpreter, which the
-thread needs to open the gate.
+A mask depends on the sequence's last token, which may still be being sampled when the step is launched. Here the caller
+waits for that token and then fills the masks. `engine/fast/mask_thread.py` does the same while the device computes.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from nanovllm.engine.batch import to_device
 from nanovllm.engine.sequence import Sequence as TokenSequence
 from nanovllm.engine.step_result import StepResult
 from nanovllm.hardware.devices import on_device
-from nanovllm.hardware.stream_gate import Gate, stream_gate
-from nanovllm.structured.mask_filler import Filling, MaskFiller
-
-MakeGate = Callable[[torch.Tensor, torch.device], Gate | None]
-"""From a word of host memory and the device that waits to a gate; None: there can be none. See `stream_gate`."""
-_STEPS_TIMED = 4096
+from nanovllm.structured.mask_filler import MaskFiller
 
 
 class ConstrainedRow(NamedTuple):
@@ -61,274 +38,90 @@ class TokenMasks(NamedTuple):
     """[num_masks] int64"""
 
 
-@dataclass
-class MaskTimes:
-    """Seconds that a step's masks took: those of the thread that makes them, and what the caller waited for it."""
+class MaskJob:
+    """From the tokens of the step before to masks in host memory. One thread calls, in this order: `read_tokens`,
+    `advance`, what fills the masks of `constraints`, and `restrict`.
 
-    wait: float = 0.0
-    """For the tokens of the step before: the device is behind, and nothing is lost."""
-    advance: float = 0.0
-    """Moving the grammars on by these tokens."""
-    fill: float = 0.0
-    """Filling the masks."""
-    finish: float = 0.0
-    """Other bans."""
-    held: float = 0.0
-    """How long the caller waited for a thread: until it had moved the grammars on, or had filled the masks."""
-
-
-class StartedMasks:
-    """Masks that are being filled. Made by `MaskBuilder.begin`.
-
-    Attributes:
-        filling: fills them. When the device has sampled, `Filling.check` raises what that raised.
+    Args:
+        latest: the step that was launched last.
+        masks: [num_rows, num_words] int32.
+        device: the device that computes the steps.
     """
 
-    def __init__(self, job: _Job, filling: Filling, at_gate: bool) -> None:
-        self._job, self.filling = job, filling
-        self._at_gate = at_gate and job.buffers.gate is not None
-
-    def __len__(self) -> int:
-        return len(self._job.constraints)
-
-    def finish(self, wait: bool = False) -> TokenMasks:
-        """The masks on the device, for what is launched next; valid until the next ones are finished.
-
-        It returns when the grammars have moved on: from then on the thread does not read the sequences.
-
-        wait: the caller waits for the masks, even if the device could.
-
-        Raises:
-            Whatever reading the tokens of the step before raised; or filling the masks, if the caller waits.
-        """
-        job = self._job
-        gate = job.buffers.gate if self._at_gate and not wait else None
-        with _added(job.times, "held"):
-            if gate is None:
-                self.filling.wait()
-            else:
-                self.filling.wait_begun()
-        if gate is not None:
-            # The thread makes no further call of CUDA. What is launched from now on may load a kernel, for which the
-            # driver waits until the gate opens, with a lock that all of its calls need.
-            gate.wait(job.value)
-        return job.buffers.send(job.buffer, len(job.constraints))
-
-
-class _added:
-    """Adds the seconds that a block takes to a field."""
-
-    def __init__(self, times: MaskTimes, name: str) -> None:
-        self._times, self._name = times, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._start
-        setattr(self._times, self._name, getattr(self._times, self._name) + seconds)
-
-
-class _Buffer:
-    """Host memory for the masks of one step.
-
-    Attributes:
-        words: int32: a row number (two words) for each row that there may be, then the masks.
-        numbers, masks: [max_rows] int64 and [max_rows, num_words] int32, in `words`.
-        copied: when the masks written last are on the device; None: the device is the host.
-        filling: what writes to it.
-    """
-
-    def __init__(self, words: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor, on_gpu: bool) -> None:
-        self.words, self.numbers, self.masks = words, numbers.numpy(), masks.numpy()
-        self.copied = torch.cuda.Event() if on_gpu else None
-        self.filling: Filling | None = None
-
-
-class _Buffers:
-    """Masks and their rows: one tensor on the device, and two on the host in turns, one a step; and the gate.
-
-    So nothing is allocated in a step, and a captured graph can read the masks.
-
-    Attributes:
-        gate: what the device waits at; None: there is none.
-    """
-
-    def __init__(self, max_rows: int, num_words: int, device: torch.device, make_gate: MakeGate) -> None:
-        self.num_words = num_words
-        self.device = device
-        self._max_rows = max_rows
-        on_gpu = device.type == "cuda"
-        size = max_rows * (2 + num_words)
-        # The gate's word is in the memory that is copied: PyTorch gives no such memory to others while a stream that
-        # has copied it has work left, and the waits at the gate are on that stream.
-        each = size + size % 2  # row numbers are pairs of words: those of the second buffer begin at a whole pair
-        host = torch.zeros(2 * each + 2, dtype=torch.int32, pin_memory=on_gpu)
-        self._host: list[_Buffer] = []
-        for i in range(2):
-            words = host[i * each : i * each + size]
-            self._host.append(_Buffer(words, *self._split(words), on_gpu))
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._device.copy_(self._host[0].words, non_blocking=True)
-        self.gate = make_gate(host[2 * each : 2 * each + 1], device)
-        self._value = 0
-        self._views: dict[int, TokenMasks] = {}
-        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By buffer and number of masks: what is copied from the host, and where."""
-
-    def _split(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(row numbers, masks)"""
-        numbers, masks = words[: 2 * self._max_rows], words[2 * self._max_rows :]
-        return numbers.view(torch.int64), masks.view(self._max_rows, self.num_words)
-
-    def next(self) -> tuple[_Buffer, int]:
-        """The buffer to be written, and what the gate opens for when it is; waits until the device has read what it
-        held.
-        """
-        buffer = self._host[0]
-        if buffer.filling is not None:
-            buffer.filling.settle()
-        if buffer.copied is not None:
-            buffer.copied.synchronize()
-        self._host.reverse()
-        self._value = (self._value + 1) % 2**32
-        return buffer, self._value
-
-    def settle(self) -> None:
-        """Return when nothing writes to a buffer any more. The older job first: the gate opens in order."""
-        for buffer in self._host:
-            if buffer.filling is not None:
-                buffer.filling.settle()
-                buffer.filling = None
-
-    def send(self, buffer: _Buffer, count: int) -> TokenMasks:
-        """Launch the copy of the first `count` masks. What it returns is the same for each step with so many."""
-        key = id(buffer), count
-        if key not in self._copies:
-            size = 2 * self._max_rows + count * self.num_words
-            self._copies[key] = buffer.words[:size], self._device[:size]
-        on_host, on_device = self._copies[key]
-        on_device.copy_(on_host, non_blocking=True)
-        if buffer.copied is not None:
-            buffer.copied.record()
-        if count not in self._views:
-            numbers, masks = self._split(self._device)
-            self._views[count] = TokenMasks(masks[:count], numbers[:count])
-        return self._views[count]
-
-
-class _Job:
-    """From the tokens of the step before to masks in a buffer. Its methods are called in this order, by one thread."""
-
-    def __init__(self, rows: Sequence[ConstrainedRow], latest: StepResult | None, buffers: _Buffers) -> None:
-        self._rows, self._latest = rows, latest
-        self.times = MaskTimes()
+    def __init__(
+        self, rows: Sequence[ConstrainedRow], latest: StepResult | None, masks: np.ndarray, device: torch.device
+    ) -> None:
+        self._rows, self._latest, self._device = rows, latest, device
+        self.masks = masks
         self.constraints = [seq.constraint for _, seq, _ in rows if seq.constraint is not None]
         assert len(self.constraints) == len(rows)
+        self._tokens: list[int] = []
         self._banned: list[list[int]] = []
         self._index: dict[TokenSequence, int] = {}
         if any(position > len(seq.token_ids) for _, seq, position in rows):
             assert latest is not None, "one step is in flight"
             self._index = {seq: i for i, seq in enumerate(latest.step.sampling)}
-        self.buffers = buffers
-        self.buffer, self.value = buffers.next()
-        self.masks = self.buffer.masks[: len(rows)]
-        self.buffer.numbers[: len(rows)] = [row.row for row in rows]
 
-    def move_on(self) -> None:
-        """Move the grammars on. It waits for the tokens of the step before, if the host lacks them."""
-        start = time.perf_counter()
-        tokens: list[int] = []
+    def read_tokens(self) -> None:
+        """Wait for the tokens of the step before, if the host lacks them."""
         if self._index and self._latest is not None:
             for constraint in self.constraints:
                 constraint.prepare()
-            with on_device(self.buffers.device):  # a thread of its own begins with the first GPU
-                tokens = self._latest.token_ids()
+            with on_device(self._device):  # a thread of its own begins with the first GPU
+                self._tokens = self._latest.token_ids()
         self._latest = None  # each result refers to its masks
-        known = time.perf_counter()
+
+    def advance(self) -> None:
+        """Move the grammars on."""
         for (_, seq, position), constraint in zip(self._rows, self.constraints):
             assert position <= len(seq.token_ids) + 1
-            pending = [tokens[self._index[seq]]] if position > len(seq.token_ids) else []
+            pending = [self._tokens[self._index[seq]]] if position > len(seq.token_ids) else []
             first = seq.prompt_len + constraint.num_taken
             constraint.take(seq.token_ids[first:] + pending if first < position else [])
             may_ban = seq.logit_rules is not None or seq.params.min_tokens
             self._banned.append(list(_banned(seq, pending)) if may_ban else [])
-        self.times.wait, self.times.advance = known - start, time.perf_counter() - known
 
-    def restrict(self, seconds: float) -> None:
-        """Apply other bans to the masks. seconds: what filling them took."""
-        self.times.fill = seconds
-        with _added(self.times, "finish"):
-            for i, (constraint, tokens) in enumerate(zip(self.constraints, self._banned)):
-                if tokens or not constraint.is_plain:  # most have nothing to restrict
-                    constraint.restrict(tokens, self.masks[i])
-
-    def end(self, failed: bool) -> None:
-        """Open the gate. failed: the masks are not all there, and what is sampled with them is not used."""
-        try:
-            if failed:
-                self.masks[:] = -1
-        finally:
-            if self.buffers.gate is not None:
-                self.buffers.gate.open(self.value)
+    def restrict(self) -> None:
+        """Apply other bans to the masks."""
+        for i, (constraint, tokens) in enumerate(zip(self.constraints, self._banned)):
+            if tokens or not constraint.is_plain:  # most have nothing to restrict
+                constraint.restrict(tokens, self.masks[i])
 
 
 class MaskBuilder:
-    """Fills masks.
+    """Makes the masks of constrained rows.
 
     Args:
         device: where the logits are.
-        max_rows: rows that a step may have.
 
     Attributes:
-        make_gate: makes what the device waits at when the first masks come; tests pass another one.
-        times: of the latest steps with masks.
+        filler: fills them.
     """
 
-    def __init__(self, device: torch.device | str, max_rows: int, make_gate: MakeGate = stream_gate) -> None:
-        self.make_gate = make_gate
-        self._device = torch.device(device)
-        self._max_rows = max_rows
-        self._buffers: _Buffers | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._latest: StepResult | None = None
-        self._filler = MaskFiller()
-        self.times: deque[MaskTimes] = deque(maxlen=_STEPS_TIMED)
+        self.filler = MaskFiller()
 
     def step_launched(self, result: StepResult) -> None:
         """A step was launched; the next step's masks may need its tokens."""
         self._latest = result
 
     def settle(self) -> None:
-        """Return when no thread fills masks, and the gate is open for all that was launched.
+        """Return when nothing fills masks any more. Called before steps of many launches, and after a failure."""
 
-        It is called before steps of many launches, before a graph is captured, and after a failure.
-        """
-        if self._buffers is not None:
-            self._buffers.settle()
-
-    def begin(self, rows: Sequence[ConstrainedRow], in_thread: bool = False, at_gate: bool = False) -> StartedMasks:
-        """Begin with the masks of some rows.
-
-        in_thread: a thread does all of it; the caller calls `StartedMasks.finish`. Else they are
-            filled here: it waits for the tokens of the step before, if the host lacks them.
-        at_gate: the device waits for what the thread does, if it can. Few launches may follow until `settle`.
-        """
-        if self._buffers is None:
-            constraint = rows[0].seq.constraint
-            assert constraint is not None
-            self._buffers = _Buffers(self._max_rows, constraint.num_words, self._device, self.make_gate)
-        job = _Job(rows, self._latest, self._buffers)
-        self.times.append(job.times)
-        filling = self._filler.prepare(job.constraints, job.masks, in_thread, job.move_on, job.restrict, job.end)
-        if in_thread:
-            job.buffer.filling = filling  # before a thread has it: an interrupt may come at any line
-            if not self._filler.submit(filling):
-                job.buffer.filling, in_thread = None, False
-        if not in_thread:
-            self.settle()  # the masks before, which may be of the same constraints
-            filling.run()
-            filling.check()
-        return StartedMasks(job, filling, at_gate)
+    def make(self, rows: Sequence[ConstrainedRow]) -> TokenMasks:
+        """The masks of some rows, on the device. It waits for the tokens of the step before, if the host lacks them."""
+        constraint = rows[0].seq.constraint
+        assert constraint is not None
+        masks = np.empty((len(rows), constraint.num_words), np.int32)
+        job = MaskJob(rows, self._latest, masks, self._device)
+        job.read_tokens()
+        job.advance()
+        self.filler.fill(job.constraints, masks)
+        job.restrict()
+        numbers = np.array([row.row for row in rows], np.int64)
+        return TokenMasks(to_device(masks, self._device), to_device(numbers, self._device))
 
 
 def _banned(seq: TokenSequence, pending: list[int]) -> Iterable[int]:

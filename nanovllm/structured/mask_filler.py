@@ -1,4 +1,4 @@
-"""Fills the masks of many constraints: in threads where that is worth it, and beside the thread that asks."""
+"""Fills the masks of many constraints: in threads where that is worth it, or in one thread while the caller goes on."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class MaskFiller:
         self._executor: Any = None
         """llguidance's threads, which say nothing of the time of a single mask."""
         self._timed_executor: ThreadPoolExecutor | None = None
-        self._beside: ThreadPoolExecutor | None = None
+        self._thread: ThreadPoolExecutor | None = None
         self._steps_timed = 0
         """Steps that are left in which each mask is timed."""
 
@@ -166,14 +166,14 @@ class MaskFiller:
         self,
         constraints: Sequence[TokenConstraint],
         masks: np.ndarray,
-        beside: bool,
+        in_thread: bool,
         first: Callable[[], object] | None = None,
         last: Callable[[float], object] | None = None,
         end: Callable[[bool], object] | None = None,
     ) -> Filling:
         """A `Filling` of these masks, to be run.
 
-        beside: it will run in a thread. It may move the grammars on before, in `first`. So all that it takes of the
+        in_thread: it will run in a thread. It may move the grammars on before, in `first`. So all that it takes of the
             interpreter until it fills masks comes now: then, the caller could have the interpreter.
         """
         work = self._matchers(constraints)
@@ -188,20 +188,20 @@ class MaskFiller:
                 work[k] = constraints[i].filler, i
 
         # In a thread even one grammar is filled in one call without the interpreter: Python would wait for it.
-        parallel_from = 1 if beside else _PARALLEL_MASKS
+        parallel_from = 1 if in_thread else _PARALLEL_MASKS
         return Filling(lambda: self._fill_these(work, constraints, masks, parallel_from), begin, last, end)
 
     def submit(self, filling: Filling) -> bool:
         """Run it in the thread, which does one after the other in order; False: there is no thread."""
-        if self._beside is None:
-            self._beside = ThreadPoolExecutor(1, "masks")
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "masks")
         try:
-            self._beside.submit(filling.run)
+            self._thread.submit(filling.run)
         except BaseException as error:
             # The interpreter ends, or no thread can be started: the executor then has queued the work all the same. Or
             # an interrupt came, and the executor may not know the thread that it has started.
-            self._beside.shutdown(wait=False, cancel_futures=True)
-            self._beside = None
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
             if isinstance(error, RuntimeError):
                 return False
             raise

@@ -41,10 +41,10 @@ def test_masks_in_threads():
     assert in_threads([1.0, 2.0, 3.0], 8) == 3
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_parts_of_a_step_add_up(tmp_path, beside):
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_the_parts_of_a_step_add_up(tmp_path, in_thread):
     tiny.save_with_tokenizer(tmp_path)
-    policy = FastPolicy.off(device_state=True, fill_beside=beside)
+    policy = FastPolicy.off(device_state=True, mask_thread=in_thread)
     llm = LLM(tmp_path, device="cpu", async_scheduling=True, num_kvcache_blocks=16, fast_policy=policy)
     stages = Stages(llm)
     params = SamplingParams(max_tokens=40, structured_outputs={"regex": "[a-f]{200}"})
@@ -55,7 +55,7 @@ def test_the_parts_of_a_step_add_up(tmp_path, beside):
         assert set(found) == set(SAID) and {len(ms) for ms in found.values()} == {40 - 8}
         assert all((ms >= 0).all() for name, ms in found.items() if name != "launch")
         names = {"held", "launch", "schedule", "read"}
-        names |= set() if beside else {"wait", "advance", "fill", "finish"}
+        names |= set() if in_thread else {"wait", "advance", "fill", "finish"}
         parts = sum(found[name].sum() for name in names)
         assert parts == pytest.approx(found["step"].sum(), rel=0.05)
 
@@ -64,7 +64,7 @@ def stand_in(step=None):
     """An engine whose steps are calls of a function."""
     runner = SimpleNamespace(
         execute=None, sampler=SimpleNamespace(masks=SimpleNamespace(times=[])),
-        fast=SimpleNamespace(enabled=SimpleNamespace(fill_beside=True)),
+        fast=SimpleNamespace(enabled=SimpleNamespace(mask_thread=True)),
     )  # fmt: skip
     return SimpleNamespace(engine=SimpleNamespace(step=step, runner=runner, scheduler=SimpleNamespace(schedule=None)))
 

@@ -20,27 +20,27 @@ def maker():
     return ConstraintMaker(TOKENIZER, SIZE, [END])
 
 
-def fill(filler, constraints, masks, beside, first=None):
-    filling = filler.prepare(constraints, masks, beside, first)
-    if not beside or not filler.submit(filling):
+def fill(filler, constraints, masks, in_thread, first=None):
+    filling = filler.prepare(constraints, masks, in_thread, first)
+    if not in_thread or not filler.submit(filling):
         filling.run()
     filling.wait()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("in_thread", [False, True])
 @pytest.mark.parametrize("slow_seconds", [10, 0])
 @pytest.mark.parametrize("count", [1, 7, 8, 40])  # one after the other, and in threads
-def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds, beside):
+def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds, in_thread):
     constraints = maker.make(SamplingParams(n=count, structured_outputs={"regex": "[ab]{3}c"}))
     output = sorted(ids("ab"))
     for i, constraint in enumerate(constraints):
         constraint.take((output * 2)[: i % 4])
     masks = np.zeros((count, constraints[0].num_words), np.int32)
     filler = MaskFiller(slow_seconds, slow_steps_seconds=0)
-    fill(filler, constraints, masks, beside)
+    fill(filler, constraints, masks, in_thread)
     if not slow_seconds:
         masks[:] = 0
-        fill(filler, constraints, masks, beside)  # each is timed, since the first ones were slow
+        fill(filler, constraints, masks, in_thread)  # each is timed, since the first ones were slow
     for mask, constraint in zip(masks, constraints):
         single = np.zeros_like(mask)
         constraint.fill(single)
@@ -48,8 +48,8 @@ def test_many_masks_are_those_of_single_ones(maker, count, slow_seconds, beside)
     assert count == 1 or not (masks[0] == masks[3]).all()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_grammars_that_move_on_before_their_masks(maker, beside):
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_grammars_that_move_on_before_their_masks(maker, in_thread):
     """The masks are ready to be filled by then. One that breaks meanwhile gets the mask that `restrict` writes."""
     constraints = maker.make(SamplingParams(n=12, structured_outputs={"regex": "[ab]{3}c"}))
     masks = np.zeros((12, constraints[0].num_words), np.int32)
@@ -60,7 +60,7 @@ def test_grammars_that_move_on_before_their_masks(maker, beside):
         for i, constraint in enumerate(constraints):
             constraint.take([x] if i == 5 else [a] * (i % 4))
 
-    fill(MaskFiller(), constraints, masks, beside, first)
+    fill(MaskFiller(), constraints, masks, in_thread, first)
     for i, (mask, constraint) in enumerate(zip(masks, constraints)):
         constraint.restrict([], mask)
         found = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:SIZE]).tolist())

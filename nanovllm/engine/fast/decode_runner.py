@@ -10,6 +10,7 @@ import torch
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.cuda_graphs import DecodeGraphs, GraphBackend
 from nanovllm.engine.fast.decode_state import DecodeState
+from nanovllm.engine.fast.mask_thread import StartedMasks, ThreadedMaskBuilder
 from nanovllm.engine.fast.padding import EMPTY_BATCH, PaddedRuns, RunsBucket
 from nanovllm.engine.fast.piggyback import Piggyback
 from nanovllm.engine.fast.step_shape import DecodeBuckets, SamplingMode, StepShape
@@ -18,7 +19,6 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
-from nanovllm.engine.token_masks import StartedMasks
 
 
 class DecodeRunner:
@@ -32,11 +32,12 @@ class DecodeRunner:
     and values.
 
     Args:
+        masks: what the sampler has for its masks, too.
         state: whose rows are computed.
         buckets: the batch sizes that steps are padded to; None: none is padded.
         capture_sampling: whether `Sampler.sample_op` is worth a graph; it then takes greedy rows too.
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
-        fill_beside: a thread fills masks. Where a step is captured, the device waits for them, and not the host.
+        mask_thread: a thread makes the masks. Where a step is captured, the device waits for them, and not the host.
         capture_masks: where sampling is captured, `Sampler.mask_op` is too.
     """
 
@@ -44,21 +45,23 @@ class DecodeRunner:
         self,
         paged: PagedModel,
         sampler: Sampler,
+        masks: ThreadedMaskBuilder,
         state: DecodeState,
         buckets: DecodeBuckets | None,
         capture_sampling: bool,
-        piggyback: Piggyback | None = None,
-        fill_beside: bool = False,
-        capture_masks: bool = False,
+        piggyback: Piggyback | None,
+        mask_thread: bool,
+        capture_masks: bool,
     ) -> None:
         self.state = state
         self.graphs: DecodeGraphs | None = None
         self._paged = paged
         self._sampler = sampler
+        self._masks = masks
         self._buckets = buckets
         self._capture_sampling = capture_sampling
         self._piggyback = piggyback
-        self._fill_beside = fill_beside
+        self._mask_thread = mask_thread
         self._capture_masks = capture_sampling and capture_masks
         if piggyback is not None:
             self._runs = PaddedRuns(self._runs_bucket(piggyback.sizes.totals[-1]), paged)
@@ -128,7 +131,7 @@ class DecodeRunner:
             return self._launch(step, piggybacked)
         except BaseException:  # an interrupt may come between the host's mirror and the device
             self.state.reset()
-            self._sampler.masks.settle()
+            self._masks.settle()
             raise
 
     def _piggybacked_tokens(self, step: ScheduledStep) -> int:
@@ -148,7 +151,7 @@ class DecodeRunner:
             self._runs.send(pieces, self._runs_bucket(piggybacked))
         graphs, constrained, drawn = self.graphs, state.constrained(), False
         if graphs is not None and not graphs.has_model(shape):
-            self._sampler.masks.settle()
+            self._masks.settle()
         if graphs is None or self.logits is None:
             logits = self._run_model(shape)
         else:
@@ -159,7 +162,7 @@ class DecodeRunner:
                 drawn = graphs.run(shape, self._launch_shape)
         masks = None
         if constrained:
-            masks = self._sampler.masks.begin(constrained, self._fill_beside, at_gate=self._uses_mask_graphs)
+            masks = self._masks.begin(constrained, self._mask_thread, at_gate=self._uses_mask_graphs)
         logprobs = None
         if shape.mode is SamplingMode.GENERAL:
             logprobs = self._sample_by_host(logits[: state.num_rows], masks)
@@ -180,7 +183,7 @@ class DecodeRunner:
     def _constrain(self, logits: torch.Tensor, masks: StartedMasks) -> None:
         """Mask the logits of a step that is sampled with the state's parameters."""
         if self.graphs is None or not self._uses_mask_graphs:
-            self._sampler.constrain(logits, masks)
+            self._sampler.mask_op(logits, *masks.finish())
         else:
             # The first call compiles or loads a kernel, and is captured: the host waits for the masks.
             on_device = masks.finish(wait=not self.graphs.has_masks(len(masks)))
@@ -237,6 +240,6 @@ class DecodeRunner:
             for seq, position, seq_slot in zip(state.seqs, state.positions(), state.seq_slots())
         ]
         metadata = SamplingMetadata.build(rows, self._paged.device)
-        output = self._sampler(logits, metadata, self._paged.last_tokens, masks)
+        output = self._sampler(logits, metadata, self._paged.last_tokens, None if masks is None else masks.finish)
         state.advance(output.token_ids)
         return output.logprobs

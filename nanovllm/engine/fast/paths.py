@@ -16,6 +16,7 @@ from nanovllm.engine.batch import Batch
 from nanovllm.engine.fast.cuda_graphs import CudaGraphs, GraphBackend
 from nanovllm.engine.fast.decode_runner import DecodeRunner
 from nanovllm.engine.fast.decode_state import DecodeState
+from nanovllm.engine.fast.mask_thread import ThreadedMaskBuilder
 from nanovllm.engine.fast.piggyback import Piggyback
 from nanovllm.engine.fast.policy import FastPolicy, attention_costs_its_bound, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
@@ -28,6 +29,7 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler
 from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
+from nanovllm.hardware.stream_gate import stream_gate
 from nanovllm.kernels import Kernels
 from nanovllm.models.decoder import DecoderForCausalLM
 
@@ -72,8 +74,6 @@ class FastPaths:
     def start(self, paged: PagedModel, sampler: Sampler, limits: StepLimits, timer: StartTimer) -> None:
         """Make the buffers, compile kernels and capture graphs."""
         enabled, policy = self.enabled, self.policy
-        if policy.mask_gate is not None:
-            sampler.masks.make_gate = policy.mask_gate
         self.buckets = DecodeBuckets(
             paged.max_num_seqs,
             paged.max_model_len,
@@ -82,14 +82,17 @@ class FastPaths:
             self.piggyback,
         )
         if enabled.device_state:
+            masks = ThreadedMaskBuilder(paged.device, paged.max_num_seqs, policy.mask_gate or stream_gate)
+            sampler.masks = masks
             self.decoder = DecodeRunner(
                 paged,
                 sampler,
+                masks,
                 self._decode_state(paged),
                 self.buckets if enabled.decode_padding else None,
                 samples_in_graphs(self._kernels) if policy.capture_sampling is None else policy.capture_sampling,
                 self.piggyback,
-                enabled.fill_beside,
+                enabled.mask_thread,
                 self._kernels.provider("apply_token_bitmask").capturable,
             )
         if enabled.prefill_padding:

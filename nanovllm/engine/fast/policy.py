@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.token_masks import MakeGate
+from nanovllm.engine.fast.mask_thread import MakeGate
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.wording import brief
@@ -67,7 +67,7 @@ class FastPolicy:
     packed_weights: bool | None = None
     """Quantised weights stay packed where layers run op by op; if not, they are expanded when they are loaded. None: on
     a GPU."""
-    fill_beside: bool | None = None
+    mask_thread: bool | None = None
     """A thread makes the masks of constrained rows while the host reads the step before and launches the next one.
     None: on a GPU."""
     warm_up: bool | None = None
@@ -104,7 +104,7 @@ class FastPolicy:
     def off(cls, **switches: Any) -> FastPolicy:
         """Every fast path off but those that are named."""
         names = ("device_state", "cuda_graphs", "prefill_graphs", "padding", "prefix_groups")
-        off: dict[str, Any] = dict.fromkeys((*names, "piggyback_prefill", "fill_beside", "warm_up"), False)
+        off: dict[str, Any] = dict.fromkeys((*names, "piggyback_prefill", "mask_thread", "warm_up"), False)
         return cls(**{**off, "reserve_tokens_ahead": 0, **switches})
 
     @classmethod
@@ -137,7 +137,7 @@ class EnabledPaths:
     prefill_padding: bool
     prefix_groups: bool
     piggyback_prefill: bool
-    fill_beside: bool
+    mask_thread: bool
     warm_up: bool
 
 
@@ -172,7 +172,7 @@ def enabled_paths(
         prefill_padding=prefill_padding,
         prefix_groups=policy.prefix_groups and policy.device_state and prefix_caching and shares_prefixes(kernels),
         piggyback_prefill=_piggybacks(policy, kernels, decode_graphs, layer_bytes),
-        fill_beside=on_gpu if policy.fill_beside is None else policy.fill_beside,
+        mask_thread=on_gpu if policy.mask_thread is None else policy.mask_thread,
         warm_up=on_gpu if policy.warm_up is None else policy.warm_up,
     )
 

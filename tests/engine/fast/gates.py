@@ -57,14 +57,13 @@ def gates(kind=WaitingGate):
 
 def fill_slowly(llm, seconds):
     """From now on, filling the masks of a step takes so long."""
-    filler = llm.engine.runner.sampler.masks._filler
-    fill_these = filler._fill_these
+    filler = llm.engine.runner.sampler.masks.filler
+    prepare = filler.prepare
 
-    def slowly(*args):
-        time.sleep(seconds)
-        fill_these(*args)
+    def prepare_slow(constraints, masks, in_thread, first, last, end):
+        return prepare(constraints, masks, in_thread, first, lambda *args: (time.sleep(seconds), last(*args)), end)
 
-    filler._fill_these = slowly
+    filler.prepare = prepare_slow
 
 
 def interrupt_while_it_generates(llm, prompts, params, delays):

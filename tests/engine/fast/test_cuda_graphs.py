@@ -9,10 +9,10 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.fast.cuda_graphs import CudaGraphs, DecodeGraphs
+from nanovllm.engine.fast.mask_thread import ThreadedMaskBuilder
 from nanovllm.engine.fast.policy import FastPolicy, can_capture, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.step_shape import DecodeBuckets, batch_buckets, context_buckets
 from nanovllm.engine.step import StepKind
-from nanovllm.engine.token_masks import MaskBuilder
 from nanovllm.kernels import all_ops
 from tests.engine.test_token_masks import row
 
@@ -143,7 +143,7 @@ def test_a_captured_graph_applies_the_masks_of_its_step(dtype):
     pytest.importorskip("triton")
     from nanovllm.kernels.triton.sampling.token_bitmask import apply_token_bitmask
 
-    builder, static = MaskBuilder("cuda", 4), torch.empty(4, 100, dtype=dtype, device="cuda")
+    builder, static = ThreadedMaskBuilder(torch.device("cuda"), 4), torch.empty(4, 100, dtype=dtype, device="cuda")
     graphs, launches = DecodeGraphs(CudaGraphs(torch.device("cuda", 0)), DecodeBuckets(4, 64), ()), []
     steps = [  # the tokens that rows may have, and the launches of a step: a graph is captured after a first call
         ({0: {1, 2}, 3: {98}}, 2), ({1: {4, 50}, 2: {40}}, 0), ({2: {0, 99}}, 2), ({3: {31, 32}, 0: {5}}, 0),

@@ -9,9 +9,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+from nanovllm.engine.fast.mask_thread import ThreadedMaskBuilder
 from nanovllm.engine.fast.policy import FastPolicy
-from nanovllm.engine.token_masks import ConstrainedRow, MaskBuilder
+from nanovllm.engine.token_masks import ConstrainedRow
 from tests.engine.fast.gates import (
     SECONDS,
     RecordingGate,
@@ -20,7 +22,7 @@ from tests.engine.fast.gates import (
     gates,
     interrupt_while_it_generates,
 )
-from tests.engine.fast.test_masks_beside import PARAMS, PROMPTS, engine
+from tests.engine.fast.test_mask_thread import PARAMS, PROMPTS, engine
 from tests.engine.fast.test_policy import REPLAYED, SMALL
 from tests.engine.simulated_engine import assert_clean
 from tests.engine.small_engine import generate
@@ -50,7 +52,7 @@ def pending(number, tokens):
 
 def builder_with(kind):
     make_gate, made = gates(kind)
-    builder = MaskBuilder("cpu", 4, make_gate)
+    builder = ThreadedMaskBuilder(torch.device("cpu"), 4, make_gate)
     builder.begin([row(0, [1])])  # makes the gate
     return builder, made[0]
 
@@ -143,25 +145,20 @@ def test_the_gate_opens_after_a_failure(place):
 
 def test_without_a_thread_the_caller_fills_them_before_the_device_waits(monkeypatch):
     builder, gate = builder_with(RecordingGate)
-    before = builder.begin([row(0, [1])], True, at_gate=True)
-    before.finish()
 
     def no_thread(thread):
         raise RuntimeError("can't start new thread")
 
-    builder.settle()
-    builder._filler._beside.shutdown()
-    builder._filler._beside = None
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
         masks = builder.begin([row(2, [40])], True, at_gate=True)
-    assert gate.is_open(3) and gate.waited == [2]
+    assert gate.is_open(2) and gate.waited == []
     assert allowed(masks.finish()) == {2: {40}}
 
 
 def test_an_interrupt_at_any_line_leaves_no_wait_behind():
     """Ctrl-C raises in the main thread between any two lines; all that is given up is ended by `settle`."""
-    files = ("token_masks.py", "mask_filler.py", "gates.py")
+    files = ("token_masks.py", "mask_thread.py", "mask_filler.py", "gates.py")
 
     def interrupt_at(count):
         left = [count]
@@ -205,7 +202,7 @@ def test_an_interrupt_at_any_line_leaves_no_wait_behind():
 
 def gated(kind=WaitingGate):
     make_gate, made = gates(kind)
-    return FastPolicy.off(device_state=True, fill_beside=True, mask_gate=make_gate, **SMALL, **REPLAYED), made
+    return FastPolicy.off(device_state=True, mask_thread=True, mask_gate=make_gate, **SMALL, **REPLAYED), made
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.hardware.stream_gate import StreamGate, stream_gate
 from tests.engine.fast.gates import fill_slowly, interrupt_while_it_generates
-from tests.engine.fast.test_masks_beside import PARAMS, PROMPTS, engine
+from tests.engine.fast.test_mask_thread import PARAMS, PROMPTS, engine
 from tests.engine.simulated_engine import assert_clean
 from tests.engine.small_engine import generate
 
@@ -58,16 +58,14 @@ def on_gpu_expected(directory):
     return found
 
 
-def gate_of(llm):
-    return llm.engine.runner.sampler.masks._buffers.gate
-
-
 @pytest.mark.gpu
 def test_a_gpu_that_waits_gives_the_same_tokens(directory, on_gpu_expected):
-    llm = on_gpu(directory)
+    made = []
+    llm = on_gpu(directory, lambda word, device: made.append(stream_gate(word, device)) or made[-1])
     for _ in range(3):
         assert generate(llm, PROMPTS, PARAMS) == on_gpu_expected
-    assert isinstance(gate_of(llm), StreamGate)
+    (gate,) = made
+    assert isinstance(gate, StreamGate)
     # Slow masks: the GPU has long computed the logits.
     fill_slowly(llm, 0.05)
     assert generate(llm, PROMPTS, PARAMS) == on_gpu_expected

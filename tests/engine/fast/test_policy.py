@@ -20,11 +20,11 @@ POLICIES = {
     "prefix groups": FastPolicy.off(device_state=True, prefix_groups=True, **SMALL),
     "piggybacked prefill": FastPolicy.off(device_state=True, piggyback_prefill=True, **SMALL),
     "warm-up": FastPolicy.off(warm_up=True),
-    "masks beside": FastPolicy.off(device_state=True, fill_beside=True),
+    "mask thread": FastPolicy.off(device_state=True, mask_thread=True),
     "blocks ahead": FastPolicy.off(reserve_tokens_ahead=32),
     "decode graphs": FastPolicy.off(device_state=True, **SMALL, **REPLAYED),
     "prefill graphs": FastPolicy.off(prefill_graphs=True, **SMALL, **REPLAYED),
-    "all": FastPolicy(piggyback_prefill=True, prefill_graphs=True, fill_beside=True, warm_up=True, **SMALL, **REPLAYED),
+    "all": FastPolicy(piggyback_prefill=True, prefill_graphs=True, mask_thread=True, warm_up=True, **SMALL, **REPLAYED),
 }
 CUDA = {
     "none": FastPolicy.off(),

@@ -15,8 +15,8 @@ from tests.engine.small_engine import generate, make, random_prompts
 from tests.providers import registered
 
 POLICIES = {
-    "eager": FastPolicy.off(device_state=True, fill_beside=True),
-    "graphs": FastPolicy.off(device_state=True, fill_beside=True, **SMALL, **REPLAYED),
+    "eager": FastPolicy.off(device_state=True, mask_thread=True),
+    "graphs": FastPolicy.off(device_state=True, mask_thread=True, **SMALL, **REPLAYED),
 }
 PROMPTS = random_prompts([3, 20, 9, 33, 4, 17])
 PARAMS = [
@@ -66,7 +66,7 @@ def test_masks_are_applied_by_graphs(directory):
 
     graphs = {**SMALL, **REPLAYED, "graph_backend": Backend}
     with registered("apply_token_bitmask", counted):
-        policy = FastPolicy.off(device_state=True, fill_beside=True, **graphs)
+        policy = FastPolicy.off(device_state=True, mask_thread=True, **graphs)
         llm = engine(directory, policy, kernel_priority={"apply_token_bitmask": ["mine"]})
     at_start = len(captured)
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=9, structured_outputs={"regex": "[a-f]{30}"})
@@ -146,7 +146,7 @@ import atexit, sys
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
 
-llm = LLM(sys.argv[1], device="cpu", async_scheduling=True, max_model_len=64, fast_policy=FastPolicy(fill_beside=True))
+llm = LLM(sys.argv[1], device="cpu", async_scheduling=True, max_model_len=64, fast_policy=FastPolicy(mask_thread=True))
 params = SamplingParams(structured_outputs={"regex": "yes, yes"})
 atexit.register(lambda: print(llm.generate("x", params, use_tqdm=False)[0].outputs[0].text))
 """
