@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from typing import Any
@@ -20,12 +21,33 @@ SIZES: dict[str, Any] = dict(
     max_model_len=256, max_num_seqs=16, num_kvcache_blocks=256, kvcache_block_size=16, seed=0, device="cpu"
 )
 
+LONG = 120.0
+"""Seconds after which something hangs, on a slow and busy machine, too."""
+
 
 class SlowEngine(LLMEngine):
-    """An engine whose steps take at least 5 ms: on a fast machine, too, 250 tokens take longer than a second."""
+    """An engine whose steps take at least 5 ms, and which `hold` stops, so that a request certainly runs meanwhile."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.num_steps = 0
+        self._last_step = math.inf
+        self._goes = threading.Event()
+
+    def hold(self, steps: int) -> None:
+        """Called while nothing runs: stop after so many steps, until `go`."""
+        self._goes.clear()
+        self._last_step = self.num_steps + steps
+
+    def go(self) -> None:
+        self._last_step = math.inf
+        self._goes.set()
 
     def step(self) -> Any:
         time.sleep(0.005)
+        self.num_steps += 1
+        if self.num_steps > self._last_step:
+            self._goes.wait()
         return super().step()
 
 
@@ -47,7 +69,7 @@ class RunningServer:
         self.server = Server(self.engine, self.options)
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._sock]}, daemon=True)
         headers = {"authorization": f"Bearer {self.options.api_keys[0]}"} if self.options.api_keys else {}
-        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=60, trust_env=False)
+        self.client = httpx.Client(base_url=self.url, headers=headers, timeout=LONG, trust_env=False)
 
     def __enter__(self) -> RunningServer:
         self._thread.start()
@@ -55,13 +77,24 @@ class RunningServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.go()
         self.client.close()
         self.stop()
         self.engine.close()
 
+    def hold(self, steps: int = 20) -> None:
+        """Stop a `slow_client` after so many steps: a longer request gets its first tokens, and does not end."""
+        self.engine_client.engine.hold(steps)
+
+    def go(self) -> None:
+        """Undo `hold`."""
+        engine = getattr(self.engine_client, "engine", None)
+        if isinstance(engine, SlowEngine):
+            engine.go()
+
     def stop(self) -> None:
         self.server.handle_exit(15, None)
-        self._thread.join(30)
+        self._thread.join(LONG)
         assert not self._thread.is_alive(), "the server does not end"
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
@@ -98,7 +131,7 @@ class RunningServer:
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = LONG) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it does not come true"

@@ -16,7 +16,7 @@ from nanovllm.serve.options import ServeOptions
 from nanovllm.structured import constraint_maker
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import GrammarsBusyError
-from tests.serve.running import RunningServer, slow_client, wait_until
+from tests.serve.running import LONG, RunningServer, slow_client, wait_until
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 SCHEMA = {
@@ -213,12 +213,14 @@ def test_what_would_be_ignored_is_refused(server, path, body, param):
 def test_an_aborted_request_ends_with_an_error(model_path):
     with RunningServer(model_path, client=slow_client(model_path)) as server:
         for path in ("completions", "chat/completions", "messages"):
+            server.hold()
             asked = {"prompt": "hello"} if path == "completions" else {"messages": MESSAGES}
             body = asked | {"max_tokens": 200, "temperature": 0, "stream": True}
             with server.client.stream("POST", f"/v1/{path}", json=body, headers={"x-request-id": "mine"}) as answer:
                 lines = answer.iter_lines()
                 next(lines)
                 server.engine.abort("mine")
+                server.go()
                 said = "".join(lines)
             assert "the request was aborted" in said and "end_turn" not in said and '"abort"' not in said
 
@@ -286,7 +288,7 @@ def test_one_client_does_not_keep_others_from_new_grammars(model_path, monkeypat
     def check(self, spec):
         if threading.current_thread().name.startswith("grammar-checks"):
             checked.append(spec.regex)
-            assert go.wait(20)
+            assert go.wait(LONG)
         real(self, spec)
 
     monkeypatch.setattr(GrammarChecker, "check", check)
@@ -294,7 +296,7 @@ def test_one_client_does_not_keep_others_from_new_grammars(model_path, monkeypat
     def ask(key, regex):
         body = {"prompt": "x", "max_tokens": 2, "structured_outputs": {"regex": regex}}
         answer = httpx.post(
-            f"{server.url}/v1/completions", json=body, headers={"x-api-key": key}, timeout=60, trust_env=False
+            f"{server.url}/v1/completions", json=body, headers={"x-api-key": key}, timeout=LONG, trust_env=False
         )
         return answer.status_code, answer.text
 
