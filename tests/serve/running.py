@@ -24,6 +24,30 @@ SIZES: dict[str, Any] = dict(
 LONG = 120.0
 """Seconds after which something hangs, on a slow and busy machine, too."""
 
+SLOW_PLUGIN = """
+import pathlib
+import time
+
+from nanovllm.engine.llm_engine import LLMEngine
+
+HERE, step = pathlib.Path(__file__).parent, LLMEngine.step
+
+def wait_while(name):
+    while (HERE / name).exists():
+        time.sleep(0.01)
+
+def slow_step(engine):
+    time.sleep(0.02)
+    wait_while("no step")
+    return step(engine)
+
+LLMEngine.step = slow_step
+wait_while("no start")
+"""
+"""A kernel plugin for an engine in another process: its steps take at least 20 ms. While there is a file "no start" or
+"no step" beside the plugin, it does not start, or stands still.
+"""
+
 
 class SlowEngine(LLMEngine):
     """An engine whose steps take at least 5 ms, and which `hold` stops, so that a request certainly runs meanwhile."""

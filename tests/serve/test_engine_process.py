@@ -14,13 +14,19 @@ from nanovllm.config import EngineConfig
 from nanovllm.serve.frames import FrameReader, frame
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.process_client import ProcessClient
-from tests.serve.running import SIZES, RunningServer, wait_until
+from tests.serve.running import LONG, SIZES, SLOW_PLUGIN, RunningServer, wait_until
 
 
 @pytest.fixture(scope="module")
-def apart(model_path):
-    """A server whose engine is a process."""
-    client = ProcessClient(EngineConfig(str(model_path), **SIZES))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("plugin")
+
+
+@pytest.fixture(scope="module")
+def apart(model_path, folder):
+    """A server whose engine is a process, a slow one."""
+    (folder / "slow.py").write_text(SLOW_PLUGIN)
+    client = ProcessClient(EngineConfig(str(model_path), kernel_plugins=[str(folder / "slow.py")], **SIZES))
     with RunningServer(model_path, ServeOptions(stall_timeout=0.5), client) as running:
         yield running
 
@@ -53,7 +59,8 @@ def test_the_same_answers(apart, llm):
     assert status == 400 and "vocabulary" in error["message"]
 
 
-def test_an_engine_that_dies_is_started_again(apart):
+def test_an_engine_that_dies_is_started_again(apart, folder):
+    (folder / "no start").touch()
     body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True, "stream": True, "n": 8}
     with apart.client.stream("POST", "/v1/completions", json=body) as answer:
         pieces = answer.iter_raw()
@@ -68,7 +75,8 @@ def test_an_engine_that_dies_is_started_again(apart):
     refused = apart.client.post("/v1/completions", json=body)
     assert refused.status_code == 503 and "retry-after" in refused.headers
     assert apart.metric("nanovllm:engine_up") == 0
-    wait_until(lambda: apart.client.get("/health").status_code == 200, 60)
+    (folder / "no start").unlink()
+    wait_until(lambda: apart.client.get("/health").status_code == 200)
     assert apart.engine_client.pid != first
     found = apart.post("/v1/completions", prompt="x", max_tokens=3, ignore_eos=True)
     assert found["usage"]["completion_tokens"] == 3
@@ -92,8 +100,9 @@ def test_a_stuck_engine_is_unhealthy(apart):
         assert apart.metric("nanovllm:engine_heartbeat_age_seconds") > 0.5
     finally:
         os.kill(apart.engine_client.pid, signal.SIGCONT)
-    asking.join(20)
-    assert found["choices"] and apart.client.get("/health").status_code == 200
+    asking.join(LONG)
+    assert found["choices"]
+    wait_until(lambda: apart.client.get("/health").status_code == 200)
 
 
 @pytest.mark.slow

@@ -9,26 +9,12 @@ import httpx
 import pytest
 
 from tests.serve.ray_running import REPLICA, Marked, Nodes, Replicas
-from tests.serve.running import wait_until
+from tests.serve.running import SLOW_PLUGIN, wait_until
 
 pytest.importorskip("ray", reason='pip install "nanovllm[ray]"')
 pytestmark = pytest.mark.slow
 
 CLOSED = "the connection was closed"
-# On a busy machine the client is slow, so that fast streams would have ended before anything is killed.
-SLOW = """
-import time
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.kernels import embedding
-step = LLMEngine.step
-def slow_step(engine):
-    time.sleep(0.02)
-    return step(engine)
-LLMEngine.step = slow_step
-@embedding.provider("slow")
-def slow(token_ids, weight):
-    return embedding.native(token_ids, weight)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +32,7 @@ def nodes(marked):
 @pytest.fixture(scope="module")
 def replicas(model_path, marked, nodes):
     plugin = marked.directory / "slow.py"
-    plugin.write_text(SLOW)
+    plugin.write_text(SLOW_PLUGIN)  # fast streams would have ended before anything is killed
     arguments = "--replicas=3", f"--ray-address={nodes.address}", "--host=0.0.0.0", f"--kernel-plugin={plugin}"
     return Replicas(marked, model_path, *arguments, port=nodes.port).ready()
 

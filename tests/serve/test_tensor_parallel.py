@@ -8,7 +8,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.serve.process_client import ProcessClient
-from tests.serve.running import SIZES, RunningServer, wait_until
+from tests.serve.running import SIZES, SLOW_PLUGIN, RunningServer, wait_until
 
 ARGUMENTS = SIZES | dict(dtype="float32", use_custom_kernels=False)
 
@@ -21,10 +21,13 @@ def ranks(client):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["idle", "busy"])
-def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, at):
+def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, at, tmp_path):
+    plugin = tmp_path / "slow.py"
+    plugin.write_text(SLOW_PLUGIN)
+    arguments = ARGUMENTS | dict(kernel_plugins=[str(plugin)], tensor_parallel_size=2)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     want = LLM(model_path, **ARGUMENTS).generate("hello there", params, use_tqdm=False)[0]["text"]
-    client = ProcessClient(EngineConfig(str(model_path), tensor_parallel_size=2, **ARGUMENTS))
+    client = ProcessClient(EngineConfig(str(model_path), **arguments))
     with RunningServer(model_path, client=client) as server:
 
         def answer():
@@ -34,6 +37,7 @@ def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, at):
         assert answer() == want
         first = [client.pid, *ranks(client)]
         assert len(first) == 2
+        (tmp_path / "no start").touch()
         if at == "idle":
             os.kill(first[1], signal.SIGKILL)
         else:
@@ -45,7 +49,8 @@ def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, at):
                 text = b"".join(pieces)
             assert b'"error":{"message":"the engine ' in text and text.endswith(b"data: [DONE]\n\n")
         wait_until(lambda: server.client.get("/health").status_code == 503)
-        wait_until(lambda: server.client.get("/health").status_code == 200, 60)
+        (tmp_path / "no start").unlink()
+        wait_until(lambda: server.client.get("/health").status_code == 200)
         assert answer() == want
         last = [client.pid, *ranks(client)]
         assert len(last) == 2 and not set(first) & set(last)
