@@ -26,7 +26,7 @@ class SlowMaker:
 
     def make(self, prompt, params, **arguments):
         if params.structured_outputs is not None:
-            assert self.go.wait(20)
+            assert self.go.wait(120)
         return self.maker.make(prompt, params, **arguments)
 
 
@@ -56,7 +56,7 @@ def failed(told):
 
 def wait_until(condition):
     tick = threading.Event()
-    for _ in range(2000):
+    for _ in range(12_000):
         if condition():
             return
         tick.wait(0.01)

@@ -14,6 +14,9 @@ from nanovllm.frontend.step_loop import StepLoop, Waiter
 from tests.engine.simulated_engine import Broken, assert_clean, drain, simulated_engine
 from tests.engine.simulation import DOCUMENTS, expected_output
 
+SECONDS = 120
+"""A wait that lasts longer is a hang."""
+
 
 def endless(max_tokens=40, **others):
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1, **others)
@@ -47,7 +50,7 @@ class Thread(threading.Thread):
             self.error = error
 
     def end(self):
-        self.join(60)
+        self.join(SECONDS)
         assert not self.is_alive(), "a thread waits for ever"
         return self.error
 
@@ -63,6 +66,20 @@ def between_steps(engine, call):
     engine.runner.execute = hooked
 
 
+def no_step_before(engine, *requests):
+    """Until all these requests are queued, no step is launched."""
+    queue, missing, there = engine.queue, set(requests), threading.Event()
+
+    def queued(*new, **arguments):
+        queue(*new, **arguments)
+        missing.difference_update(new)
+        if not missing:
+            there.set()
+
+    engine.queue = queued
+    between_steps(engine, lambda: there.wait(SECONDS))
+
+
 @pytest.fixture
 def engine():
     made = simulated_engine(num_blocks=16, asynchronous=True)
@@ -75,16 +92,12 @@ def test_a_thread_goes_on_when_its_own_requests_end(engine):
     """While another one still runs the steps."""
     loop, order = StepLoop(engine), []
     long, short = engine.make_request([1, 2], endless(50)), engine.make_request([1, 3], endless(3))
-    started = threading.Event()
-
-    def slowly():
-        started.set()
-        time.sleep(0.01)
-
-    between_steps(engine, slowly)
+    started, went_on = threading.Event(), threading.Event()
+    no_step_before(engine, short)
+    between_steps(engine, lambda: (started.set(), went_on.wait(SECONDS) if short.finished else None))
     first = Thread(lambda: (run(loop, engine, long), order.append("long")))
-    started.wait()
-    second = Thread(lambda: (run(loop, engine, short), order.append("short")))
+    assert started.wait(SECONDS)
+    second = Thread(lambda: (run(loop, engine, short), order.append("short"), went_on.set()))
     assert first.end() is second.end() is None and order == ["short", "long"]
     assert [r.num_output_tokens for r in (long, short)] == [50, 3]
 
@@ -92,9 +105,12 @@ def test_a_thread_goes_on_when_its_own_requests_end(engine):
 def test_the_next_thread_runs_the_steps_when_the_first_is_done(engine):
     loop = StepLoop(engine)
     requests = [engine.make_request([1, 2], endless(n)) for n in (3, 30, 10)]
-    runners = set()
-    between_steps(engine, lambda: (runners.add(threading.get_ident()), time.sleep(0.005)))
-    threads = [Thread(run, loop, engine, request) for request in requests]
+    runners, started = set(), threading.Event()
+    no_step_before(engine, *requests)
+    between_steps(engine, lambda: (runners.add(threading.current_thread()), started.set()))
+    threads = [Thread(run, loop, engine, requests[0])]
+    assert started.wait(SECONDS)
+    threads += [Thread(run, loop, engine, request) for request in requests[1:]]
     assert [thread.end() for thread in threads] == [None] * 3 and 2 <= len(runners) <= 3
     assert [r.num_output_tokens for r in requests] == [3, 30, 10]
 
@@ -122,10 +138,10 @@ def test_a_failure_reaches_every_thread_that_lost_a_request(engine, when):
 
     def fail_later():
         steps.append(None)
-        time.sleep(0.002)
         if all(r.num_output_tokens for r in requests) and engine.runner.fail_next is None and len(steps) < 1000:
             engine.runner.fail_next, steps[:] = when, [None] * 1000
 
+    no_step_before(engine, *requests)
     between_steps(engine, fail_later)
     errors = [thread.end() for thread in [Thread(run, loop, engine, request) for request in requests]]
     own = [error for error in errors if isinstance(error, Broken)]
@@ -191,16 +207,21 @@ def test_an_abort_inside_of_a_step_waits_for_its_end(asynchronous):
 
 
 def test_aborting_many_that_wait_takes_time_in_proportion():
-    engine = simulated_engine(max_num_seqs=1)
-    requests = [engine.add_request([1], endless()) for _ in range(10_000)]
-    engine.step()
-    for request in requests[1::2] + requests[2::2]:
-        engine.abort(request)
-    began = time.process_time()
-    engine.step()
-    assert time.process_time() - began < 0.4  # 0.03 s; 0.9 s when each was searched for
-    assert [r.finished for r in requests] == [False] + [True] * 9_999
-    drain(engine)
+    def seconds(count):
+        engine = simulated_engine(max_num_seqs=1)
+        requests = [engine.add_request([1], endless()) for _ in range(count)]
+        engine.step()
+        for request in requests[1::2] + requests[2::2]:
+            engine.abort(request)
+        began = time.process_time()
+        engine.step()
+        took = time.process_time() - began
+        assert [r.finished for r in requests] == [False] + [True] * (count - 1)
+        drain(engine)
+        return took
+
+    few, many = (min(seconds(count) for _ in range(3)) for count in (1_000, 10_000))
+    assert many < 30 * few  # 10 times; 100 times when each is searched for
 
 
 def test_an_abort_before_the_request_started(engine):

@@ -16,10 +16,13 @@ from nanovllm.config import EngineConfig
 from nanovllm.frontend.core_messages import StartRequest
 from nanovllm.frontend.engine_client import ThreadClient
 from tests import tiny
+from tests.engine.slow_engine import slow_client
 
 pytestmark = pytest.mark.any_device
 
 SIZES = dict(max_model_len=128, max_num_seqs=8, num_kvcache_blocks=64, kvcache_block_size=16, seed=0)
+SECONDS = 120
+"""A wait that lasts longer is a hang."""
 PROMPTS = ["hello there", "one two three four", "abc", "the quick brown fox"]
 
 
@@ -30,21 +33,9 @@ def path(tmp_path_factory):
     return directory
 
 
-def slowed(engine):
-    """The engine with steps of at least 2 ms, so that no request ends before the event loop has seen it begin."""
-    execute = engine.client.engine.runner.execute
-
-    def slowly(step):
-        time.sleep(0.002)
-        return execute(step)
-
-    engine.client.engine.runner.execute = slowly
-    return engine
-
-
 @pytest.fixture(scope="module")
 def engine(path):
-    made = slowed(AsyncLLM(path, **SIZES))
+    made = AsyncLLM(client=slow_client(path, **SIZES))
     yield made
     made.close()
 
@@ -54,11 +45,23 @@ def llm(path):
     return LLM(path, **SIZES)
 
 
-async def collect(engine, prompt, params, request_id=None):
-    """(texts, token ids, finish reasons) of all completions, joined from the pieces, and the number of outputs."""
+async def until(condition):
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it does not come true"
+        await asyncio.sleep(0.001)
+
+
+async def collect(engine, prompt, params, request_id=None, begun=None):
+    """(texts, token ids, finish reasons) of all completions, joined from the pieces, and the number of outputs.
+
+    begun: the prompt is added to it with the first output.
+    """
     texts, token_ids, reasons, count = [""] * params.n, [[] for _ in range(params.n)], [None] * params.n, 0
     async for output in engine.generate(prompt, params, request_id):
         count += 1
+        if begun is not None:
+            begun.add(prompt)
         for piece in output.outputs:
             assert reasons[piece.index] is None, "a piece after the end"
             texts[piece.index] += piece.text
@@ -69,10 +72,7 @@ async def collect(engine, prompt, params, request_id=None):
 
 async def idle(engine):
     """Wait until the engine has applied all aborts, and check that nothing is left."""
-    for _ in range(500):
-        if not engine.client.engine.has_unfinished:
-            break
-        await asyncio.sleep(0.01)
+    await until(lambda: not engine.client.engine.has_unfinished)
     assert engine.num_unfinished == 0
     engine.client.engine.check()
 
@@ -87,7 +87,14 @@ def test_the_pieces_are_what_generate_returns(engine, llm):
     ]
 
     async def run():
-        found = await asyncio.gather(*(collect(engine, p, s) for p, s in zip(PROMPTS, all_params)))
+        begun, held = set(), engine.client.engine
+        held.hold(0)
+        tasks = [asyncio.create_task(collect(engine, p, s, None, begun)) for p, s in zip(PROMPTS, all_params)]
+        await until(lambda: engine.num_unfinished == 4)
+        held.hold(4)
+        await until(lambda: len(begun) == 4)  # none of them has ended
+        held.go()
+        found = await asyncio.gather(*tasks)
         await idle(engine)
         return found
 
@@ -119,12 +126,14 @@ def test_an_iterator_that_is_left_ends_the_request(engine):
     async def leave():
         async for _ in engine.generate(PROMPTS[0], params):
             break
+        await idle(engine)
+        engine.client.engine.hold()
         task = asyncio.create_task(collect(engine, PROMPTS[1], params))
-        while not engine.stats.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats.num_running)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        engine.client.engine.go()
         gc.collect()
         await asyncio.sleep(0)  # the event loop closes iterators that were dropped
         await idle(engine)
@@ -136,13 +145,13 @@ def test_abort_by_id_from_another_thread(engine):
     params = SamplingParams(max_tokens=None, ignore_eos=True)
 
     async def run():
+        engine.client.engine.hold()
         task = asyncio.create_task(collect(engine, PROMPTS[0], params, "mine"))
-        while not engine.stats.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats.num_running)
         with pytest.raises(ValueError, match="request_id='mine'"):
             await collect(engine, "x", params, "mine")
-        threading.Thread(target=engine.abort, args=("mine",)).start()
-        _, _, reasons, _ = await asyncio.wait_for(task, 10)
+        threading.Thread(target=lambda: (engine.abort("mine"), engine.client.engine.go())).start()
+        _, _, reasons, _ = await asyncio.wait_for(task, SECONDS)
         assert reasons == ["abort"]
         engine.abort("mine")  # not known any more: nothing happens
         await idle(engine)
@@ -161,7 +170,7 @@ def test_two_event_loops_share_the_engine(engine, llm):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(SECONDS)
     expected = llm.generate(PROMPTS, params, use_tqdm=False)
     assert found == {p: o["text"] for p, o in zip(PROMPTS, expected)}
 
@@ -231,7 +240,7 @@ def test_an_abort_may_overtake_its_request(engine, monkeypatch):
 
 
 def test_a_failed_step_and_a_closed_engine(path):
-    engine = slowed(AsyncLLM(path, **SIZES))
+    engine = AsyncLLM(client=slow_client(path, **SIZES))
     inner = engine.client.engine
     execute = inner.runner.execute
 
@@ -246,9 +255,10 @@ def test_a_failed_step_and_a_closed_engine(path):
         assert "/some/file" not in str(caught.value)
         assert (await collect(engine, "abc", SamplingParams(max_tokens=5, ignore_eos=True)))[2] == ["length"]
         await idle(engine)
+        inner.hold()
         endless = asyncio.create_task(collect(engine, "abc", SamplingParams(max_tokens=None, ignore_eos=True)))
-        while not engine.stats.num_running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats.num_running)
+        threading.Timer(0.2, inner.go).start()
         engine.close()
         with pytest.raises(EngineDeadError):
             await endless
@@ -274,7 +284,7 @@ def test_no_request_is_taken_by_a_thread_that_ends(path, monkeypatch):
     assert [(key, kind) for key, kind, _ in told[0].failed] == [(1, "lost")]
     client.engine.runner.execute = fail
     client.start(StartRequest(2, [5], {}, 0))
-    assert ended.wait(10) and alive == [False]
+    assert ended.wait(SECONDS) and alive == [False]
 
 
 def test_token_ids_without_a_tokenizer(path):

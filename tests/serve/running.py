@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from typing import Any
@@ -12,10 +11,10 @@ import httpx
 
 from nanovllm import AsyncLLM
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.frontend.engine_client import ThreadClient
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.server import Listener, Server
+from tests.engine import slow_engine
 
 SIZES: dict[str, Any] = dict(
     max_model_len=256, max_num_seqs=16, num_kvcache_blocks=256, kvcache_block_size=16, seed=0, device="cpu"
@@ -49,35 +48,8 @@ wait_while("no start")
 """
 
 
-class SlowEngine(LLMEngine):
-    """An engine whose steps take at least 5 ms, and which `hold` stops, so that a request certainly runs meanwhile."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.num_steps = 0
-        self._last_step = math.inf
-        self._goes = threading.Event()
-
-    def hold(self, steps: int) -> None:
-        """Called while nothing runs: stop after so many steps, until `go`."""
-        self._goes.clear()
-        self._last_step = self.num_steps + steps
-
-    def go(self) -> None:
-        self._last_step = math.inf
-        self._goes.set()
-
-    def step(self) -> Any:
-        time.sleep(0.005)
-        self.num_steps += 1
-        if self.num_steps > self._last_step:
-            self._goes.wait()
-        return super().step()
-
-
 def slow_client(path: Any, **engine: Any) -> ThreadClient:
-    config = EngineConfig(str(path), **SIZES | engine)
-    return ThreadClient(config, SlowEngine(config))
+    return slow_engine.slow_client(path, **SIZES | engine)
 
 
 class RunningServer:
@@ -107,13 +79,13 @@ class RunningServer:
         self.engine.close()
 
     def hold(self, steps: int = 20) -> None:
-        """Stop a `slow_client` after so many steps: a longer request gets its first tokens, and does not end."""
+        """Stop the engine of a `slow_client` after so many steps."""
         self.engine_client.engine.hold(steps)
 
     def go(self) -> None:
         """Undo `hold`."""
         engine = getattr(self.engine_client, "engine", None)
-        if isinstance(engine, SlowEngine):
+        if isinstance(engine, slow_engine.SlowEngine):
             engine.go()
 
     def stop(self) -> None:

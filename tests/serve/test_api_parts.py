@@ -18,7 +18,7 @@ from nanovllm.serve.front_ends import FrontEnds, Outbox
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.process_client import ProcessClient
 from nanovllm.serve.server import Listener
-from tests.serve.running import wait_until
+from tests.serve.running import LONG, wait_until
 
 
 def test_several_sockets_share_a_port_that_no_other_server_has():
@@ -73,10 +73,8 @@ def test_a_front_end_that_lags_delays_nobody_and_misses_nothing():
     ours, theirs = socket.socketpair()
     outbox = Outbox(ours)
     pieces = [json.dumps(i).encode() * 5000 for i in range(400)]
-    started = time.monotonic()
     for piece in pieces:
-        outbox.send(piece)
-    assert time.monotonic() - started < 5
+        outbox.send(piece)  # it does not wait for a reader
     expected, found = b"".join(pieces), b""
     while len(found) < len(expected):
         found += theirs.recv(1 << 20)
@@ -131,8 +129,8 @@ def test_front_ends_leave_no_thread_behind(tmp_path, gone):
                 theirs.close()
                 wait_until(lambda: hasattr(core, "closed"))
             started = time.monotonic()
-            front_ends.close()
-            assert time.monotonic() - started < 2
+            front_ends.close(2 * LONG)
+            assert time.monotonic() - started < LONG
         left = set(threading.enumerate()) - before
         assert not [thread for thread in left if not isinstance(thread, threading.Timer)]
         assert gone is not (tmp_path / "engine").exists()  # it is for the next engine, unless nobody would start one

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-SECONDS = 30
+SECONDS = 120
 """A wait that lasts longer is a hang."""
 
 
@@ -55,13 +55,13 @@ def gates(kind=WaitingGate):
     return make_gate, made
 
 
-def fill_slowly(llm, seconds):
-    """From now on, filling the masks of a step takes so long."""
+def fill_slowly(llm, wait):
+    """From now on, filling the masks of a step takes as long as `wait()`."""
     filler = llm.engine.runner.sampler.masks.filler
     prepare = filler.prepare
 
     def prepare_slow(constraints, masks, in_thread, first, last, end):
-        return prepare(constraints, masks, in_thread, first, lambda *args: (time.sleep(seconds), last(*args)), end)
+        return prepare(constraints, masks, in_thread, first, lambda *args: (wait(), last(*args)), end)
 
     filler.prepare = prepare_slow
 
@@ -74,11 +74,12 @@ def interrupt_while_it_generates(llm, prompts, params, delays):
         for delay in delays:
             signal.setitimer(signal.ITIMER_REAL, delay)
             try:
-                llm.generate(prompts, params, use_tqdm=False)
-            except KeyboardInterrupt:
+                try:
+                    llm.generate(prompts, params, use_tqdm=False)
+                finally:
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:  # perhaps just before the timer was stopped
                 interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
     finally:
         signal.signal(signal.SIGALRM, handler)
     return interrupted

@@ -250,7 +250,7 @@ def test_masks_that_fail_lose_their_requests_alone(directory, expected, place, c
 def test_slow_masks_are_waited_for(directory, expected):
     policy, _ = gated()
     llm = engine(directory, policy)
-    fill_slowly(llm, 0.02)
+    fill_slowly(llm, lambda: time.sleep(0.02))
     assert generate(llm, PROMPTS, PARAMS) == expected
 
 
@@ -271,10 +271,12 @@ def test_an_engine_that_is_dropped_in_a_step(directory):
         llm.engine.step()
     (gate,) = made
     gate.wait = gate.waited.append  # now the stream falls far behind
-    fill_slowly(llm, 0.5)
+    may_fill = threading.Event()
+    fill_slowly(llm, lambda: may_fill.wait(SECONDS))
     llm.engine.step()
     waited = gate.waited[-1]
     assert not gate.is_open(waited)
+    threading.Timer(0.1, may_fill.set).start()
     del llm
     gc.collect()
     end = time.monotonic() + SECONDS

@@ -67,7 +67,7 @@ def test_a_gpu_that_waits_gives_the_same_tokens(directory, on_gpu_expected):
     (gate,) = made
     assert isinstance(gate, StreamGate)
     # Slow masks: the GPU has long computed the logits.
-    fill_slowly(llm, 0.05)
+    fill_slowly(llm, lambda: time.sleep(0.05))
     assert generate(llm, PROMPTS, PARAMS) == on_gpu_expected
 
 
@@ -96,7 +96,7 @@ def test_a_gpu_whose_masks_fail_or_are_interrupted(directory, on_gpu_expected):
     llm.engine.add_request(PROMPTS[0], PARAMS[0])
     for _ in range(4):
         llm.engine.step()
-    fill_slowly(llm, 0.3)
+    fill_slowly(llm, lambda: time.sleep(0.3))
     llm.engine.step()
     del llm
     gc.collect()
