@@ -20,7 +20,7 @@ SIZES: dict[str, Any] = dict(
     max_model_len=256, max_num_seqs=16, num_kvcache_blocks=256, kvcache_block_size=16, seed=0, device="cpu"
 )
 
-LONG = 120.0
+LONG = 300.0
 """Seconds after which something hangs, on a slow and busy machine, too."""
 
 SLOW_PLUGIN = """

@@ -6,26 +6,27 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
 
 from nanovllm import SamplingParams
-from tests.serve.running import wait_until
+from tests.serve.running import LONG, SLOW_PLUGIN, wait_until
 
 COUNT = 3
 STREAM = {"prompt": "hello there", "max_tokens": 240, "ignore_eos": True, "stream": True}
 
 
 class Running:
-    """A server in processes of its own."""
+    """A server in processes of its own, with a slow engine. folder: where `SLOW_PLUGIN` and its files are."""
 
-    def __init__(self, model_path, *arguments):
+    def __init__(self, model_path, folder, *arguments):
+        self.folder = folder
+        (folder / "slow.py").write_text(SLOW_PLUGIN)
         command = [sys.executable, "-m", "nanovllm", "serve", f"--model={model_path}", "--port=0", "--device=cpu"]
         command += ["--served-model-name=tiny", "--num-kvcache-blocks=256", "--kvcache-block-size=16"]
-        command += ["--max-model-len=256", f"--api-servers={COUNT}", *arguments]
+        command += ["--max-model-len=256", f"--api-servers={COUNT}", f"--kernel-plugin={folder}/slow.py", *arguments]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.said = []
         found = None
@@ -60,10 +61,10 @@ class Running:
 
     def clients(self, number):
         """Each has a connection of its own, so that the kernel deals them out."""
-        return [httpx.Client(base_url=self.url, timeout=60, trust_env=False) for _ in range(number)]
+        return [httpx.Client(base_url=self.url, timeout=LONG, trust_env=False) for _ in range(number)]
 
     def get(self, path):
-        return httpx.get(self.url + path, timeout=30, trust_env=False)
+        return httpx.get(self.url + path, timeout=LONG, trust_env=False)
 
     def metric(self, name):
         lines = self.get("/metrics").text.splitlines()
@@ -87,6 +88,15 @@ class Running:
     def healthy(self):
         return self.get("/health").status_code == 200
 
+    def refuses(self):
+        try:
+            self.get("/health")
+        except httpx.ConnectError:
+            return True
+        except httpx.HTTPError:  # accepted, and closed without an answer
+            return False
+        return False
+
 
 def in_threads(call, arguments):
     threads = [threading.Thread(target=call, args=(argument,)) for argument in arguments]
@@ -97,12 +107,12 @@ def in_threads(call, arguments):
 
 def join(threads):
     for thread in threads:
-        thread.join(60)
+        thread.join(LONG)
 
 
 @pytest.fixture(scope="module")
-def several(model_path):
-    with Running(model_path) as running:
+def several(model_path, tmp_path_factory):
+    with Running(model_path, tmp_path_factory.mktemp("several")) as running:
         yield running
 
 
@@ -115,7 +125,8 @@ def ask(client, **body):
 @pytest.mark.slow
 def test_all_processes_give_the_same_answers_and_one_sum_of_metrics(several, llm):
     (expected,) = llm.generate(["hello there"], SamplingParams(max_tokens=10, temperature=0), use_tqdm=False)
-    before = several.metric("vllm:generation_tokens_total")
+    names = ("vllm:generation_tokens_total", "vllm:e2e_request_latency_seconds_count", "vllm:request_success_total")
+    before = [several.metric(name) for name in names]
     clients = several.clients(40)
     texts = {}
     join(in_threads(lambda client: texts.update({client: ask(client)}), clients))
@@ -123,10 +134,10 @@ def test_all_processes_give_the_same_answers_and_one_sum_of_metrics(several, llm
     tokens = len(expected.outputs[0].token_ids)
     totals = {client.get("/metrics").text.count("\n") for client in clients[:8]}
     assert len(totals) == 1
+    wait_until(lambda: several.metric("nanovllm:requests_open") == 0)
     for _ in range(6):  # whichever process answers
-        assert several.metric("vllm:generation_tokens_total") - before == 40 * tokens
-        assert several.metric("vllm:e2e_request_latency_seconds_count") == 40
-        assert several.metric("vllm:request_success_total") == 40
+        found = [several.metric(name) - value for name, value in zip(names, before)]
+        assert found == [40 * tokens, 40, 40]
         assert several.metric("nanovllm:requests_open") == 0
         assert several.healthy()
     for client in clients:
@@ -147,7 +158,7 @@ def test_an_api_process_that_dies_ends_its_own_requests_and_is_started_again(sev
     wait_until(lambda: several.metric("vllm:num_requests_running") == 0)
     assert several.metric("vllm:kv_cache_usage_perc") == 0
     assert several.metric("vllm:request_success_total") >= before + 24 - ended.count("cut")
-    wait_until(several.healthy, 60)
+    wait_until(several.healthy)
     second = several.pids("api_process")
     assert len(second) == COUNT - 1 and first[0] not in second and first[1] in second
     assert len({ask(client) for client in several.clients(20)}) == 1
@@ -158,23 +169,24 @@ def test_an_engine_that_dies_is_told_by_all_processes(several):
     (engine,) = several.pids("engine_process")
     threads, ended = several.streams(48)  # enough work to be seen running
     wait_until(lambda: several.metric("vllm:num_requests_running") > 8)
+    (several.folder / "no start").touch()
     os.kill(engine, signal.SIGKILL)
     join(threads)
     lost = [text for text in ended if '"error":{"message":"the engine ended' in text]
     assert len(ended) == 48 and len(lost) > 8 and all(text.endswith("data: [DONE]\n\n") for text in ended)
     answers = [client.get("/health") for client in several.clients(8)]
     assert {answer.status_code for answer in answers} == {503}
-    wait_until(several.healthy, 60)
+    (several.folder / "no start").unlink()
+    wait_until(several.healthy)
     assert len({ask(client) for client in several.clients(20)}) == 1
 
 
 @pytest.mark.slow
-def test_without_restarts_no_connection_goes_to_a_process_that_has_died(model_path):
-    with Running(model_path, "--restart", "never") as server:
+def test_without_restarts_no_connection_goes_to_a_process_that_has_died(model_path, tmp_path):
+    with Running(model_path, tmp_path, "--restart", "never") as server:
         os.kill(server.pids("api_process")[0], signal.SIGKILL)
         wait_until(lambda: any("ended with signal 9" in line for line in server.said))
         for client in server.clients(30):
-            client.timeout = 20
             assert client.get("/health").json()["reason"] == "API process 1 is not running"
             client.close()
 
@@ -184,60 +196,52 @@ def test_no_sums_are_given_when_the_first_process_does_not_answer(several):
     wait_until(several.healthy)
     clients = several.clients(16)
     assert {client.get("/version").status_code for client in clients} == {200}  # each has its process now
+    answers = []
     os.kill(several.process.pid, signal.SIGSTOP)
     try:
-        statuses, bodies = [], []
-
-        def read(client):
-            try:
-                answer = client.get("/metrics", timeout=9)
-                statuses.append(answer.status_code), bodies.append(answer.text)
-            except httpx.TimeoutException:  # it asked the first process
-                pass
-
-        join(in_threads(read, clients))
+        threads = in_threads(lambda client: answers.append(client.get("/metrics")), clients)
+        wait_until(lambda: answers)
+        told = list(answers)  # none of them by the first process
     finally:
         os.kill(several.process.pid, signal.SIGCONT)
-    assert statuses and set(statuses) == {503} and all("API process 0 does not answer" in body for body in bodies)
+    join(threads)
+    assert {answer.status_code for answer in told} == {503}
+    assert all("API process 0 does not answer" in answer.text for answer in told) and len(answers) == 16
     wait_until(several.healthy)
 
 
 @pytest.mark.slow
 def test_a_process_that_does_not_answer_is_unhealthy(several):
-    stopped = several.pids("api_process")[-1]
+    stopped, answers = several.pids("api_process")[-1], []
     os.kill(stopped, signal.SIGSTOP)
     try:
-        statuses = []
-        for client in several.clients(12):
-            client.timeout = 8
-            try:
-                statuses.append(client.get("/health"))
-            except httpx.TimeoutException:  # it is the one that was asked
-                continue
-            break
-        assert statuses and statuses[0].status_code == 503
-        assert re.search(r"API process \d does not answer", statuses[0].json()["reason"])
+        threads = in_threads(lambda client: answers.append(client.get("/health")), several.clients(12))
+        wait_until(lambda: answers)
+        told = answers[0]
     finally:
         os.kill(stopped, signal.SIGCONT)
+    join(threads)
+    assert told.status_code == 503 and len(answers) == 12
+    assert re.search(r"API process \d does not answer", told.json()["reason"])
     wait_until(several.healthy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_drain_reaches_all_processes(model_path, signals):
-    with Running(model_path, "--drain", "60") as server:
+def test_a_drain_reaches_all_processes(model_path, tmp_path, signals):
+    with Running(model_path, tmp_path, f"--drain={LONG}") as server:
         parts = server.parts
         threads, ended = server.streams(12, n=8)
         wait_until(lambda: server.metric("nanovllm:requests_open") == 12)
+        (tmp_path / "no step").touch()
         for pid in (server.process.pid, *parts):  # as systemd does
             os.kill(pid, signal.SIGTERM)
-        time.sleep(0.3)
-        with pytest.raises(httpx.ConnectError):
-            server.get("/health")
+        wait_until(server.refuses)
         if signals == 2:
             server.process.send_signal(signal.SIGTERM)
+        (tmp_path / "no step").unlink()
         join(threads)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(LONG) == 0
         whole = [text for text in ended if '"error"' not in text]
         assert len(ended) == 12 and "cut" not in ended and (len(whole) == 12 if signals == 1 else len(whole) < 12)
         wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
@@ -247,7 +251,7 @@ def test_a_drain_reaches_all_processes(model_path, signals):
 @pytest.mark.slow
 def test_nothing_outlives_the_first_process(model_path, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with Running(model_path) as server:
+    with Running(model_path, tmp_path) as server:
         parts = server.parts
         assert list(tmp_path.glob("nanovllm-*/engine"))
         assert sorted(parts.values()) == ["api_process"] * (COUNT - 1) + ["engine_process"]
