@@ -77,9 +77,9 @@ class RequestMaker:
         checked = self.prompts.read(prompt, names[0])
         if seed is None:
             seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
-        return self.of_checked(next(self._request_ids), checked, params, seed, incremental, with_text)
+        return self.from_checked(next(self._request_ids), checked, params, seed, incremental, with_text)
 
-    def of_checked(
+    def from_checked(
         self,
         request_id: int,
         prompt: Prompt,

@@ -88,7 +88,7 @@ class Attention:
         self._attention_decode_shared = FusedOp("attention_decode_shared", kernels)
         self._qk_norm_rope_attention_shared = FusedOp("qk_norm_rope_attention_shared", kernels)
 
-    def of_projection(
+    def after_projection(
         self,
         positions: torch.Tensor,
         q: torch.Tensor,
@@ -120,8 +120,8 @@ class Attention:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             with side_stream(q.device) as side:
                 with torch.cuda.stream(side):
-                    self.of_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.piggybacked, out[n:])
-                self.of_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, piggybacked=None), out[:n])
+                    self.after_projection(positions[n:], q[n:], k[n:], v[n:], *rest, m.piggybacked, out[n:])
+                self.after_projection(positions[:n], q[:n], k[:n], v[:n], *rest, replace(m, piggybacked=None), out[:n])
             return out
         norms = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
         new, kv = NewTokens(k, v, rotary.cos_sin_cache, *norms), m.paged(cache)

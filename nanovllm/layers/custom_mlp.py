@@ -49,24 +49,24 @@ class GatedMLP(nn.Module):
         return self.down_proj(self._gate_up(x))
 
     def _gate_up(self, x: torch.Tensor) -> torch.Tensor:
-        """activation(gate(x)) * up(x); or both, one behind the other, where the down projection activates them."""
+        """activation(gate(x)) * up(x); or gate(x) and up(x) side by side, where the down projection takes these."""
         if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight):
             return self._linear_silu_and_mul(x, self.gate_up_proj.weight)
         return self._activated(self.gate_up_proj(x))
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
         """What the down projection takes."""
-        if self._is_silu and self.down_proj.activates(gate_up):
+        if self._is_silu and self.down_proj.takes_gate_up(gate_up):
             return gate_up
         return self._activate_and_mul(gate_up)
 
     def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this block of norm(x + residual), x + residual)."""
+        """(this MLP of norm(x + residual), x + residual)."""
         x, residual = self._gate_up_after(stream, norm)
         return self.down_proj(x), residual
 
     def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
-        """This block of norm(x + residual), for a next block that begins with `next_norm`."""
+        """This MLP of norm(x + residual), for a next sublayer that begins with `next_norm`."""
         x, residual = self._gate_up_after(stream, norm)
         return self.down_proj.before_norm(x, residual, next_norm)
 
@@ -74,7 +74,7 @@ class GatedMLP(nn.Module):
         weight = self.gate_up_proj.weight
         if not stream.normed and self._add_rms_norm_gate_up.takes(stream.x, weight):
             return self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)
-        if self.gate_up_proj.norms(stream, norm):
+        if self.gate_up_proj.fuses_norm(stream, norm):
             gate_up, residual = self.gate_up_proj.after_norm(stream, norm)
             return self._activated(gate_up), residual
         x, residual = norm.of(stream)

@@ -32,7 +32,7 @@ class GroupSum:
         return x if self._group.size == 1 else self._all_reduce(x, self._group)
 
     def before_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> ResidualStream:
-        """The sum of x, for a next block that begins with norm(sum + residual); one op where the batch is small."""
+        """The sum of x, for a next sublayer that begins with norm(sum + residual); one op where the batch is small."""
         if self._all_reduce_add_rms_norm.takes(x, norm.weight):
             normed, total = self._all_reduce_add_rms_norm(x, residual, norm.weight, norm.eps, self._group)
             return ResidualStream(normed, total, normed=True)

@@ -88,20 +88,20 @@ class ColumnParallelLinear(ShardedParameters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return product(self._linear, x, self.weight, self.bias)
 
-    def norms(self, stream: ResidualStream, norm: RMSNorm) -> bool:
+    def fuses_norm(self, stream: ResidualStream, norm: RMSNorm) -> bool:
         """Whether `after_norm` is one op with a packed weight."""
         x, residual, normed = stream
         if normed or residual is None or not isinstance(self.weight, PackedWeight):
             return False
-        return self.weight.norms(x, residual, norm.weight, norm.eps)
+        return self.weight.takes_sum(x, residual, norm.weight, norm.eps)
 
     def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """(this layer of norm(x + residual), x + residual); one op where the batch is small, or x is quantised."""
         x, residual, normed = stream
         if not normed and self._add_rms_norm_linear.takes(x, self.weight):
             return self._add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
-        if isinstance(self.weight, PackedWeight) and residual is not None and self.norms(stream, norm):
-            return self.weight.of_sum(x, residual, norm.weight, norm.eps, self.bias)
+        if isinstance(self.weight, PackedWeight) and residual is not None and self.fuses_norm(stream, norm):
+            return self.weight.product_after_norm(x, residual, norm.weight, norm.eps, self.bias)
         x, residual = norm.of(stream)
         return ColumnParallelLinear.forward(self, x), residual
 
@@ -218,21 +218,24 @@ class RowParallelLinear(ShardedParameters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._sum(self._local(x))
 
-    def activates(self, gate_up: torch.Tensor) -> bool:
+    def takes_gate_up(self, gate_up: torch.Tensor) -> bool:
         """Whether this layer takes gate_up [num_tokens, 2 * columns] in place of x = silu(gate) * up."""
         weight = self.weight
         fused = self._linear_add_rms_norm.takes(gate_up, weight)
-        return isinstance(weight, PackedWeight) and not fused and weight.activates(gate_up)
+        return isinstance(weight, PackedWeight) and not fused and weight.takes_gate_up(gate_up)
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's term of the sum. The bias is added once, not once a rank. x: see `activates`."""
+        """This rank's term of the sum. The bias is added once, not once a rank. x: see `takes_gate_up`."""
         weight, bias = self.weight, self.bias if self.group.rank == 0 else None
         if isinstance(weight, PackedWeight) and x.shape[-1] == 2 * weight.shape[1]:
-            return weight.of_gate_up(x, bias)
+            return weight.product_after_silu(x, bias)
         return product(self._linear, x, weight, bias)
 
     def before_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> ResidualStream:
-        """This layer of x, for a next block that begins with norm(this + residual); one op where the batch is small."""
+        """This layer of x, for a next sublayer that begins with norm(this + residual).
+
+        It is one op where the batch is small.
+        """
         if self._linear_add_rms_norm.takes(x, self.weight):
             normed, total = self._linear_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps, self.bias)
             return ResidualStream(normed, total, normed=True)

@@ -178,6 +178,6 @@ class SparseMLP(nn.Module):
         return self.experts(x, *self._moe_route(self.gate(x), self.top_k, self.renormalise))
 
     def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
-        """This block of norm(x + residual), for a next block that begins with `next_norm`."""
+        """This MLP of norm(x + residual), for a next sublayer that begins with `next_norm`."""
         x, residual = norm.of(stream)
         return self._sum.before_norm(self._local(x), residual, next_norm)

@@ -192,27 +192,27 @@ class PackedWeight(nn.Module):
         biases: Sequence[torch.Tensor | None] = [None] * len(sizes) if bias is None else bias.split(sizes)
         return torch.cat([self._product(i, x, part) for i, part in enumerate(biases)], -1)
 
-    def activates(self, gate_up: torch.Tensor) -> bool:
-        """Whether to call `of_gate_up` for gate_up [num_tokens, 2 * columns]."""
+    def takes_gate_up(self, gate_up: torch.Tensor) -> bool:
+        """Whether to call `product_after_silu` for gate_up [num_tokens, 2 * columns]."""
         operands = self.matrices[0].operands()
         return self._after_silu.used and self._after_silu.takes_call(operands[0], gate_up, *operands)
 
-    def of_gate_up(self, gate_up: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def product_after_silu(self, gate_up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The product with silu(gate) * up, which is quantised as it is computed."""
         return self._after_silu(gate_up, *self.matrices[0].operands(), bias)
 
-    def norms(self, x: torch.Tensor, *norm: Any) -> bool:
-        """Whether to call `of_sum` for x [num_tokens, columns] and these further arguments of it."""
+    def takes_sum(self, x: torch.Tensor, *norm: Any) -> bool:
+        """Whether to call `product_after_norm` for x [num_tokens, columns] and these further arguments of it."""
         operands = self.matrices[0].operands()
         return self._after_norm.used and self._after_norm.takes_call(operands[0], x, *norm, *operands)
 
-    def of_sum(
+    def product_after_norm(
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
         norm_weight: torch.Tensor,
         eps: float,
-        bias: torch.Tensor | None = None,
+        bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the product with rms_norm(x + residual), which is quantised as it is computed; x + residual)."""
         return self._after_norm(x, residual, norm_weight, eps, *self.matrices[0].operands(), bias)

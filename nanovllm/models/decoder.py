@@ -57,14 +57,14 @@ class DecoderAttention(nn.Module):
     def after_norm(
         self, stream: ResidualStream, norm: RMSNorm, inputs: LayerInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this block of norm(x + residual), x + residual)."""
+        """(this attention of norm(x + residual), x + residual)."""
         out, residual = self._heads_after(stream, norm, inputs)
         return self.o_proj(out), residual
 
     def between_norms(
         self, stream: ResidualStream, norm: RMSNorm, inputs: LayerInputs, next_norm: RMSNorm
     ) -> ResidualStream:
-        """This block of norm(x + residual), for one that begins with `next_norm`."""
+        """This attention of norm(x + residual), for a next sublayer that begins with `next_norm`."""
         out, residual = self._heads_after(stream, norm, inputs)
         return self.o_proj.before_norm(out, residual, next_norm)
 
@@ -74,7 +74,7 @@ class DecoderAttention(nn.Module):
         """What the heads give, [num_rows, num_heads * head_dim], and x + residual."""
         positions, cache, metadata, rows = inputs
         (q, k, v), residual = self.qkv_proj.after_norm(stream, norm)
-        out = self._attention.of_projection(
+        out = self._attention.after_projection(
             positions, q, k, v, self._rotary, self.q_norm, self.k_norm, cache, metadata
         ).flatten(1)
         return (out, residual) if rows is None else (out[rows], residual[rows])
@@ -84,7 +84,7 @@ class MLP(Protocol):
     """What a layer needs of its MLP, which is an nn.Module."""
 
     def between_norms(self, stream: ResidualStream, norm: RMSNorm, next_norm: RMSNorm) -> ResidualStream:
-        """This block of norm(x + residual), for a next block that begins with `next_norm`."""
+        """This MLP of norm(x + residual), for a next sublayer that begins with `next_norm`."""
 
 
 class DecoderLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""Gemma 2 and Gemma 3 (text): each block's result is normalised too, before it is added to the residual."""
+"""Gemma 2 and Gemma 3 (text): each sublayer's result is normalised too, before it is added to the residual."""
 
 from __future__ import annotations
 

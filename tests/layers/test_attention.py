@@ -151,7 +151,7 @@ def test_from_the_projection(fused, norm, piggybacked):
         ]
     got = torch.empty_like(q)
     for part, metadata in steps:
-        got[part] = layer.of_projection(positions[part], q[part], k[part], v[part], rotary, *norms, cache, metadata)
+        got[part] = layer.after_projection(positions[part], q[part], k[part], v[part], rotary, *norms, cache, metadata)
     for i in range(3):
         mine = slice(starts[i], starts[i + 1])
         torch.testing.assert_close(got[mine], expected(rotated[0][mine], rotated[1][mine], v[mine], 0.3, window=30))
@@ -183,7 +183,7 @@ def test_only_piggybacked_runs_are_concurrent(piggybacked, takes):
     tokens = slice(0, 4) if piggybacked else slice(1, 4)
     rotary = RotaryEmbedding(RopeConfig(10000.0), DIM, 64, NATIVE)
     positions = torch.tensor([0, 0, 1, 2])[tokens]
-    layer.of_projection(
+    layer.after_projection(
         positions, q[tokens], k[tokens], v[tokens], rotary, None, None, cache, step.metadata if piggybacked else runs
     )
     assert calls == [{"concurrent": True} if piggybacked and takes else {}]
@@ -215,7 +215,7 @@ def test_a_projection_that_does_not_fit(wrong, said):
     metadata = AttentionMetadata(3, torch.arange(3), table, torch.ones(3, dtype=torch.int32), 1)
     layer = Attention(0.3, NATIVE)
     with pytest.raises(ValueError, match=said):
-        layer.of_projection(
+        layer.after_projection(
             **{**given, **wrong}, rotary=rotary, q_norm=None, k_norm=None, cache=cache, metadata=metadata
         )
 

@@ -131,26 +131,28 @@ class DecodeState:
         seq_slots = np.fromiter((p.seq_slot for p in parts), np.int64, n)
         starts = np.fromiter((p.start for p in parts), np.int64, n)
         rows = self._row_of_seq_slot[seq_slots]
-        keeps = (0 <= rows) & (rows < n)
+        keeps_row = (0 <= rows) & (rows < n)
         free = np.ones(n, bool)
-        free[rows[keeps]] = False
-        rows[~keeps] = np.flatnonzero(free)
-        here = ~keeps | (self._positions[rows] != starts) | (starts // self.block_size >= self._num_blocks[rows])
-        if here.any() or n < before:  # something is sent: what grew goes with it
-            here |= _table_lengths(p.seq for p in parts) > self._num_blocks[rows]
+        free[rows[keeps_row]] = False
+        rows[~keeps_row] = np.flatnonzero(free)
+        outdated = (
+            ~keeps_row | (self._positions[rows] != starts) | (starts // self.block_size >= self._num_blocks[rows])
+        )
+        if outdated.any() or n < before:  # something is sent: what grew goes with it
+            outdated |= _table_lengths(p.seq for p in parts) > self._num_blocks[rows]
         owned = self._seq_slot_of_row[self._seq_slot_of_row >= 0]
         self._row_of_seq_slot[owned] = -1
         self._seq_slot_of_row[:] = -1
         self._row_of_seq_slot[seq_slots] = rows
         self._seq_slot_of_row[rows] = seq_slots
         self._positions[rows] = starts
-        for i in np.flatnonzero(here).tolist():
+        for i in np.flatnonzero(outdated).tolist():
             self._assign(int(rows[i]), parts[i].seq)
         for row in range(n, before):
             self._seqs[row] = None
         self.num_rows, self._rows = n, rows
         self._constrained_rows = np.flatnonzero(self._constrained[:n]).tolist()
-        return [*rows[here].tolist(), *range(n, before)], n != before or not keeps.all()
+        return [*rows[outdated].tolist(), *range(n, before)], n != before or not keeps_row.all()
 
     def _assign(self, row: int, seq: Sequence) -> None:
         params = seq.params
@@ -168,8 +170,8 @@ class DecodeState:
     def send(self, rows: list[int]) -> None:
         """Write the updates of some rows, and copy them to the device without waiting."""
         paged = self._paged
-        taken = [(i, row, seq) for i, row in enumerate(rows) if (seq := self._seqs[row]) is not None]
-        num_blocks = max((len(seq.block_table) for _, _, seq in taken), default=1)
+        filled = [(i, row, seq) for i, row in enumerate(rows) if (seq := self._seqs[row]) is not None]
+        num_blocks = max((len(seq.block_table) for _, _, seq in filled), default=1)
         shape = (len(rows), _FIRST_BLOCK + (num_blocks + 1) // 2)
         host = torch.empty(shape, dtype=torch.int64, pin_memory=paged.device.type == "cuda")
         updates = host.numpy()
@@ -184,7 +186,7 @@ class DecodeState:
         floats[:, _TOP_P : _MIN_P + 1] = (1, 0)
         blocks[:] = paged.padding_block
         sampling: list[SamplingRow] = []
-        for i, row, seq in taken:
+        for i, row, seq in filled:
             table, position = seq.block_table, int(self._positions[row])
             seq_slot = int(self._seq_slot_of_row[row])
             # A token that the host does not know yet is in its seq_slot on the device.
@@ -198,8 +200,8 @@ class DecodeState:
             if self.prefixes is not None:
                 self.prefixes.set_table(row, blocks[i, : len(table)])
             sampling.append(SamplingRow(seq.params, seq.seed, position + 1, seq_slot))
-        if taken:
-            places = [i for i, _, _ in taken]
+        if filled:
+            places = [i for i, _, _ in filled]
             packed = PackedSampling.of(sampling)
             ints[places, _SEED], ints[places, _DRAW], ints[places, _SEQ_SLOT] = packed.draws
             floats[places, _TEMPERATURE : _MIN_P + 1] = packed.floats[:3].T

@@ -37,7 +37,7 @@ def follow(engine: LLMEngine, connection: Connection) -> None:
                     for index in item.indices:
                         engine.abort(requests[item.request_id], index)
                 continue
-            request = engine.maker.of_checked(
+            request = engine.maker.from_checked(
                 item.request_id, item.prompt, item.params, item.seed, with_text=item.with_text
             )
             requests[item.request_id] = request
