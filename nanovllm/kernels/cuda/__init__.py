@@ -33,7 +33,7 @@ class _Kernels:
 
 
 @cache
-def _kernels(device: torch.device) -> _Kernels:
+def compiled_kernels(device: torch.device) -> _Kernels:
     """The compiled kernels for a device."""
     reason = cuda_support(device)
     if reason is not None:
@@ -56,7 +56,7 @@ def fused_add_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "tanh
         raise ValueError(f"bias: expected the shape {list(x.shape)} or {list(x.shape[-1:])}, not {list(bias.shape)}")
     if bias.dtype != x.dtype or bias.device != x.device:
         raise ValueError(f"bias: expected {x.dtype} on {x.device}, as x, not {bias.dtype} on {bias.device}")
-    kernel = _kernels(x.device).fused_add_gelu
+    kernel = compiled_kernels(x.device).fused_add_gelu
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kernel(x, bias, y, _GELU[approximate])
     return y
@@ -67,7 +67,7 @@ def fused_activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     if kind not in _KINDS:
         raise ValueError(f"kind: expected one of {', '.join(_KINDS)}, not {kind!r}")
     _check_dtype("x", x)
-    kernel = _kernels(x.device).fused_activation
+    kernel = compiled_kernels(x.device).fused_activation
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     kernel(x, y, kind)
     return y
@@ -80,7 +80,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
             f"gate_up: expected a last dimension of an even size (gate, then up), not the shape {list(gate_up.shape)}"
         )
     _check_dtype("gate_up", gate_up)
-    kernel = _kernels(gate_up.device).silu_and_mul
+    kernel = compiled_kernels(gate_up.device).silu_and_mul
     y = torch.empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2), dtype=gate_up.dtype, device=gate_up.device)
     kernel(gate_up, y)
     return y

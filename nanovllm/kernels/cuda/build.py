@@ -225,7 +225,7 @@ def load_library(capability: tuple[int, int], folder: Path = SOURCES) -> Any:
         if not _is_built(directory):
             with exclusive(directory):
                 if not _is_built(directory):  # else another process was faster
-                    _build(name, directory, capability, folder)
+                    build_library(name, directory, capability, folder)
         torch.ops.load_library(str(directory / f"{name}.so"))
     return getattr(torch.ops, name)
 
@@ -244,7 +244,7 @@ def exclusive(directory: Path) -> Iterator[None]:
         yield
 
 
-def _build(name: str, directory: Path, capability: tuple[int, int], folder: Path) -> None:
+def build_library(name: str, directory: Path, capability: tuple[int, int], folder: Path) -> None:
     """Compiles and links into `directory`, under the lock."""
     reason = toolchain_reason()
     home, ninja = cuda_home(), find_ninja()
@@ -279,14 +279,14 @@ def _compiled_only(
         files,
         extra_cflags=list(CXX_FLAGS),
         extra_cuda_cflags=[*NVCC_FLAGS, arch_flag(capability)],
-        extra_ldflags=[f"-L{folder}" for folder in _runtime_folders(home, directory)],
+        extra_ldflags=[f"-L{folder}" for folder in runtime_folders(home, directory)],
         build_directory=str(directory),
         with_cuda=True,
         is_python_module=False,
     )
 
 
-def _runtime_folders(home: Path, directory: Path) -> list[Path]:
+def runtime_folders(home: Path, directory: Path) -> list[Path]:
     """Where the linker finds libcudart.so. Python wheels carry only libcudart.so.<version>, which gets a link."""
     folders = [f for f in (home / "lib64", home / "lib", *home.glob("targets/*/lib")) if f.is_dir()]
     versioned = [p for f in folders for p in f.glob("libcudart.so.*")]

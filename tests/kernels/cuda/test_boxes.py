@@ -66,19 +66,21 @@ def test_values(rows, size, scale_dtype, hopper, launches, poisoned):
     for factor in (1, 1e-20, 1e6, 0):
         x = torch.randn(1, size, device=hopper) * factor
         x = (x * torch.where(torch.rand_like(x) < 0.02, 30, 1)).to(BF16)
-        weight = products._operands(x, *operands)
+        weight = products.kernel_weight(x, *operands)
         for stages in (2, 3):
             plan = box_plan(rows, multiprocessors, False, stages)
-            sums = products._run(x, weight, None, sums=True, plan=plan)
+            sums = products.run_product(x, weight, None, sums=True, plan=plan)
             assert sums.shape == (1, 1, rows)
             check_sums(sums[0], x, values)
             for _ in range(5):
-                again = products._run(x, weight, None, sums=True, plan=plan)
+                again = products.run_product(x, weight, None, sums=True, plan=plan)
                 assert torch.equal(sums, again), "other bits in another run"
-            check(products._run(x, weight, bias, plan=plan), x, values, bias)
+            check(products.run_product(x, weight, bias, plan=plan), x, values, bias)
             if factor == 1:
-                plain = products._run(x, weight, None, plan=plan)
-                gated = products._run(x, weight, None, gated=True, plan=box_plan(rows, multiprocessors, True, stages))
+                plain = products.run_product(x, weight, None, plan=plan)
+                gated = products.run_product(
+                    x, weight, None, gated=True, plan=box_plan(rows, multiprocessors, True, stages)
+                )
                 check_gated(gated, plain, x, values)
     assert launches
 
@@ -88,9 +90,9 @@ def test_values(rows, size, scale_dtype, hopper, launches, poisoned):
 def test_the_ops_take_boxes(rows, size, hopper):
     operands, values = make("int4", rows, size, hopper)
     x = torch.randn(1, size, dtype=BF16, device=hopper)
-    weight = products._operands(x, *operands)
+    weight = products.kernel_weight(x, *operands)
     for gated, sums in ((False, False), (True, False), (False, True)):
-        assert products._plan(weight, x, rows, 1, gated, sums).fragments == BOX_FRAGMENTS
+        assert products.plan_of(weight, x, rows, 1, gated, sums).fragments == BOX_FRAGMENTS
     plain = products.linear_int4(x, *operands[1:])
     check(plain, x, values)
     if rows <= 6144:
@@ -147,7 +149,7 @@ def test_plans_are_made_for_the_shapes_that_were_timed():
 
 def test_which_calls_take_boxes(monkeypatch):
     def takes(x, operands):
-        return products._takes_boxes(products._operands(x, *operands), x, x.shape[0])
+        return products.takes_boxes(products.kernel_weight(x, *operands), x, x.shape[0])
 
     x = torch.randn(2, 4096, dtype=BF16)
     plain, _ = make("int4", 32, 4096, "cpu")
@@ -173,7 +175,7 @@ def test_what_the_kernel_is_told(gated, sums, monkeypatch):
     operands, _ = make("int4", 4096, 4096, "cpu")
     x = torch.randn(1, 4096, dtype=BF16)
     plan = plan_boxes(4096, 32, 132, gated)
-    y = products._run(x, products._operands(x, *operands), None, gated=gated, sums=sums, plan=plan)
+    y = products.run_product(x, products.kernel_weight(x, *operands), None, gated=gated, sums=sums, plan=plan)
     assert y.shape == ((1, 1, 4096) if sums else (1, 2048) if gated else (1, 4096))
     assert told[0][11:13] == (2, 132) and told[0][22:24] == (1, BOX_WARPS) and told[0][25] == BOX_FRAGMENTS
 

@@ -173,7 +173,7 @@ def _load_in_turn(root, turn):
         time.sleep(0.5)
         (directory / "complete").touch()
 
-    build._build = slow_build
+    build.build_library = slow_build
     torch.ops.load_library = lambda path: None
     build.load_library(HOPPER)
 
@@ -263,7 +263,7 @@ def test_failing_build_shows_the_compiler_and_is_tried_again(fake_extension, tmp
 def test_runtime_library_of_a_wheel_is_found(tmp_path):
     (tmp_path / "home" / "lib").mkdir(parents=True)
     (tmp_path / "home" / "lib" / "libcudart.so.13").touch()
-    folders = build._runtime_folders(tmp_path / "home", tmp_path)
+    folders = build.runtime_folders(tmp_path / "home", tmp_path)
     assert tmp_path in folders and (tmp_path / "libcudart.so").resolve().name == "libcudart.so.13"
 
 

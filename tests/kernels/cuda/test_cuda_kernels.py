@@ -205,7 +205,7 @@ def test_bad_input_is_a_value_error(device):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-    operators, y = cuda._kernels(x.device), torch.empty_like(x)
+    operators, y = cuda.compiled_kernels(x.device), torch.empty_like(x)
     for call, message in (
         (lambda: operators.fused_add_gelu(x, x[0, :7], y, "gelu"), "bias: expected the shape of x"),
         (lambda: operators.fused_activation(x, y[0], "gelu"), "y: expected a contiguous tensor of the result's size"),

@@ -98,10 +98,10 @@ def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
     for tokens in (17, 32, 33, 64, 100, 128):
         x = torch.full((tokens + 128, size + 128), torch.nan, dtype=BF16, device=hopper)[:tokens, :size].normal_()
         if sums:
-            weight = products._operands(x, *operands, sums=True)
-            first = products._run(x, weight, None, sums=True)
+            weight = products.kernel_weight(x, *operands, sums=True)
+            first = products.run_product(x, weight, None, sums=True)
             with filled_with_nan(hopper):
-                filled = products._run(x, weight, None, sums=True)
+                filled = products.run_product(x, weight, None, sums=True)
             assert torch.equal(first, filled), "it depends on memory that nothing has written"
             check(first.sum(0).to(BF16), x, values)
             continue
@@ -126,12 +126,12 @@ def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
         operands, values = make("int4", 200, size, hopper, group, zeros, scale_dtype)
         for tokens in (1, 16, 31, 64, 128):
             x = torch.randn(tokens, size, dtype=dtype, device=hopper)
-            weight = products._operands(x[:1], *operands)
+            weight = products.kernel_weight(x[:1], *operands)
             for columns, splits, few in product_of((False, True), (1, 4), (False, True)):
                 plan = wide_plan(tokens, columns, splits)
                 if few:  # stages of x: as few as there may be
                     plan = replace(plan, stages=least_stages(plan, tokens))
-                sums = products._run(x, weight, None, sums=True, plan=plan)
+                sums = products.run_product(x, weight, None, sums=True, plan=plan)
                 check(sums.sum(0).to(dtype), x, values)
 
 
@@ -141,16 +141,16 @@ def test_blocks_of_many_tokens_beside_a_busy_stream(tokens, hopper):
     """Each warp then waits for memory for a time of its own. What it reads of x must not depend on who is late."""
     operands, values = make("int4", 200, 4096, hopper)
     x = torch.randn(tokens, 4096, dtype=BF16, device=hopper)
-    weight = products._operands(x[:1], *operands)
+    weight = products.kernel_weight(x[:1], *operands)
     larger_than_the_cache, stream = torch.empty(1 << 28, dtype=torch.uint8, device=hopper), torch.cuda.Stream()
     for columns in (False, True):
         plan = wide_plan(tokens, columns)
-        first = products._run(x, weight, None, sums=True, plan=plan)
+        first = products.run_product(x, weight, None, sums=True, plan=plan)
         check(first.sum(0).to(BF16), x, values)
         with torch.cuda.stream(stream):
             for _ in range(50):
                 larger_than_the_cache.add_(1)
-        again = [products._run(x, weight, None, sums=True, plan=plan) for _ in range(100)]
+        again = [products.run_product(x, weight, None, sums=True, plan=plan) for _ in range(100)]
         stream.synchronize()
         assert all(torch.equal(first, got) for got in again), "other bits in another run"
 
@@ -164,10 +164,10 @@ def test_values_of_large_blocks(kind, rows, size, device, launches):
     for tokens in (1, 2, 5, 8, 16):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         check(product(x, operands), x, values)
-        weight = products._operands(x, *operands)
-        check(products._run(x, weight, None, sums=True).sum(0).to(BF16), x, values)
+        weight = products.kernel_weight(x, *operands)
+        check(products.run_product(x, weight, None, sums=True).sum(0).to(BF16), x, values)
         gated = products.linear_packed_silu_and_mul(x, *operands)
-        check_gated(gated, products._run(x, weight, None), x, values)
+        check_gated(gated, products.run_product(x, weight, None), x, values)
     assert len(launches) == 20
 
 

@@ -1,7 +1,7 @@
 """The ops `linear_int4`, `linear_int8` and `linear_gguf`, and those that combine them with what follows.
 
 The kernels take up to 16 tokens, of int4 on Hopper 128, and weights that they can read 16 bytes at a time: see
-`_operands`. 8-bit floats have a kernel of their own, and all other calls go to the provider `triton`.
+`kernel_weight`. 8-bit floats have a kernel of their own, and all other calls go to the provider `triton`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Storage(IntEnum):
 
 
 @dataclass(frozen=True)
-class _Weight:
+class KernelWeight:
     """A weight as the kernel takes it."""
 
     storage: _Storage
@@ -83,7 +83,7 @@ def _wide(x: torch.Tensor) -> bool:
 
 def _affine(
     size: int, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
-) -> _Weight | None:
+) -> KernelWeight | None:
     group = group_size(size, scale)
     groups = group // _GROUP
     if scale.dtype not in (torch.float16, dtype) or (group != size and (group % _GROUP or groups & (groups - 1))):
@@ -96,17 +96,19 @@ def _affine(
     first = _Storage.INT4 if bits == 4 else _Storage.INT8
     storage = _Storage(first + (zero is not None))
     middle = 2 ** (bits - 1) if zero is None else 0
-    return _Weight(storage, bits, weight, scale, zero, shift, middle, scales=(ScalePlane(2, shift), None, None, None))
+    return KernelWeight(
+        storage, bits, weight, scale, zero, shift, middle, scales=(ScalePlane(2, shift), None, None, None)
+    )
 
 
-def _planes(size: int, weight: torch.Tensor, kind: str) -> _Weight | None:
+def _planes(size: int, weight: torch.Tensor, kind: str) -> KernelWeight | None:
     of, planes = check_gguf(weight, kind, size)
     if not planes:
         return None
     offsets = of.plane_offsets(size)[0]
     d, m, sc, mn = (offsets.get(name, 0) for name in _SCALE_BYTES)
     scales = tuple(_scale_plane(of, name) if name in of.planes else None for name in _SCALE_BYTES)
-    return _Weight(_storage(of), of.bits, weight, middle=of.zero, planes=(d, m, sc, mn), scales=scales)
+    return KernelWeight(_storage(of), of.bits, weight, middle=of.zero, planes=(d, m, sc, mn), scales=scales)
 
 
 def _scale_plane(of: GGUFType, name: str) -> ScalePlane:
@@ -121,10 +123,10 @@ def _storage(of: GGUFType) -> _Storage:
     return _Storage[f"PLANES{of.bits}{'_MINIMUM' if 'm' in of.planes else ''}"]
 
 
-def _operands(
+def kernel_weight(
     x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
     sums: bool = False,
-) -> _Weight | None:  # fmt: skip
+) -> KernelWeight | None:  # fmt: skip
     """The weight if a kernel takes this call: 1 to 16 tokens of 16 bits (of int4 on Hopper up to 128, if there is a
     plan), columns a multiple of 128, and groups of 128 times a power of two, or a whole row. With GGUF's planes x is
     bfloat16, in which scaled weights are rounded.
@@ -146,7 +148,7 @@ def _operands(
     return _affine(size, weight, scale, zero, bits, x.dtype)
 
 
-def _takes_ring(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
+def _takes_ring(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
     """Whether the kernel of ring.cuh is a choice. Rows of int4's scales have to begin at multiples of 16 bytes."""
     if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
         return True
@@ -155,7 +157,7 @@ def _takes_ring(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
     return not w.scale.stride(0) % 8 and not w.scale.data_ptr() % 16
 
 
-def _takes_boxes(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
+def takes_boxes(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
     """Whether the kernel of box.cuh is a choice: one token on Hopper, else as that of ring.cuh, and groups of 128
     columns, two at a time.
     """
@@ -164,13 +166,13 @@ def _takes_boxes(w: _Weight, x: torch.Tensor, tokens: int) -> bool:
     return _takes_ring(w, x, tokens)
 
 
-def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums: bool) -> PackedCudaPlan:
+def plan_of(w: KernelWeight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums: bool) -> PackedCudaPlan:
     groups = x.shape[-1] // _GROUP
     if tokens > MAX_TOKENS:
         wide = plan_wide(rows, groups, tokens, num_sms(x), sums)
-        assert wide is not None  # `_operands` has asked
+        assert wide is not None  # `kernel_weight` has asked
         return wide
-    boxes = plan_boxes(rows, groups, num_sms(x), gated) if _takes_boxes(w, x, tokens) else None
+    boxes = plan_boxes(rows, groups, num_sms(x), gated) if takes_boxes(w, x, tokens) else None
     ring = None
     if boxes is None and _takes_ring(w, x, tokens):
         kind = "int4" if w.storage == _Storage.INT4 else w.storage.name
@@ -178,8 +180,8 @@ def _plan(w: _Weight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums
     return boxes or ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
 
-def _run(
-    x: torch.Tensor, w: _Weight, bias: torch.Tensor | None, gated: bool = False, sums: bool = False,
+def run_product(
+    x: torch.Tensor, w: KernelWeight, bias: torch.Tensor | None, gated: bool = False, sums: bool = False,
     plan: PackedCudaPlan | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]. plan: replaces the one made."""
@@ -190,7 +192,7 @@ def _run(
     (rows, _), size = w.codes.shape, x.shape[-1]
     tokens = x.numel() // size
     columns = 512 // w.bits  # of a step
-    plan = plan or _plan(w, x, rows, tokens, gated, sums)
+    plan = plan or plan_of(w, x, rows, tokens, gated, sums)
     steps, group_steps = size // columns, _GROUP // columns
     split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
     splits = cdiv(steps, split_steps)
@@ -228,10 +230,10 @@ def _product(
 ) -> torch.Tensor:  # fmt: skip
     if bias is not None and bias.dtype != x.dtype:
         raise ValueError(f"bias: expected {x.dtype}, as x, not {bias.dtype}")
-    w = _operands(x, storage, weight, scale, zero)
+    w = kernel_weight(x, storage, weight, scale, zero)
     if w is None:
         return otherwise(x, weight, *arguments, bias)
-    return _run(x, w, bias).view(*x.shape[:-1], weight.shape[0])
+    return run_product(x, w, bias).view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_int4(
@@ -271,10 +273,10 @@ def linear_packed_silu_and_mul(
     """The op `linear_packed_silu_and_mul`."""
     if storage == "fp8" and scale is not None and _takes_fp8(x, weight, gated=True):
         return fp8.fp8_product(x, weight, scale, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
-    w = _operands(x, storage, weight, scale, zero)
+    w = kernel_weight(x, storage, weight, scale, zero)
     if w is None:
         return silu_and_mul(packed_products.packed_product(x, storage, weight, scale, zero)[0])
-    return _run(x, w, None, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
+    return run_product(x, w, None, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
 
 
 def linear_packed_add_rms_norm(
@@ -284,12 +286,12 @@ def linear_packed_add_rms_norm(
     """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
     if storage == "fp8" and scale is not None and _takes_fp8(x, weight):
         return sum_add_rms_norm(fp8.fp8_product(x, weight, scale, sums=True), bias, residual, norm_weight, eps)
-    w = _operands(x, storage, weight, scale, zero, sums=True)
+    w = kernel_weight(x, storage, weight, scale, zero, sums=True)
     if w is None:
         return packed_products.linear_packed_add_rms_norm(
             x, storage, weight, scale, zero, residual, norm_weight, eps, bias
         )
-    return sum_add_rms_norm(_run(x, w, None, sums=True), bias, residual, norm_weight, eps)
+    return sum_add_rms_norm(run_product(x, w, None, sums=True), bias, residual, norm_weight, eps)
 
 
 # `num_tokens` of the providers: with other numbers of tokens, layers call the separate ops.
