@@ -21,7 +21,7 @@ from nanovllm.distributed.rendezvous import join
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.ranks.interface import Ranks
 
-SECONDS = 60
+SECONDS = 300
 """A call of a rank, which may wait for one that is gone, ends after that time."""
 
 

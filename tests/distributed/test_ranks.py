@@ -11,8 +11,10 @@ import sys
 import textwrap
 import threading
 import time
+from datetime import timedelta
 
 import pytest
+import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import endings
@@ -23,7 +25,7 @@ from tests.engine.fast.replayed import ReplayedFunctions
 
 ARGUMENTS = dict(
     device="cpu", dtype="float32", kvcache_block_size=16, num_kvcache_blocks=40, max_model_len=128, max_num_seqs=8,
-    max_num_batched_tokens=64, use_custom_kernels=False, seed=0,
+    max_num_batched_tokens=64, use_custom_kernels=False, seed=0, rank_timeout=300,
 )  # fmt: skip
 PROMPTS = ["hello world", "one two three", "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -49,7 +51,7 @@ def exist(pids):
     return [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
 
 
-def gone(pids, seconds=10):
+def gone(pids, seconds=120):
     deadline = time.monotonic() + seconds
     while exist(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -150,7 +152,7 @@ CAPTURED = dict(
 FAULTS = {
     "stops": (
         "draw = lambda *arguments: time.sleep(300)",
-        "rank 1 did not come to a sum over the ranks for 10 s; it hangs",
+        "rank 1 did not come to a sum over the ranks for 300 s; it hangs",
     ),
     "hangs": ("time.sleep(300)", "rank 1 did not answer for 3 s: it"),
     "fails": (
@@ -205,8 +207,11 @@ def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
             kernel_plugins=[str(plugin)],
             use_custom_kernels=True,
             **CAPTURED if fault == "captures" else {},
-            rank_timeout={"hangs": 3, "stops": 10}.get(fault, 60),
+            rank_timeout=3 if fault == "hangs" else 300,
         )
+        if fault == "stops":  # not after 300 s, which a start may take
+            gloo = llm.engine.runner.group.process_group._get_backend(torch.device("cpu"))
+            gloo._set_default_timeout(timedelta(seconds=2))
         llm.engine.runner.group.captured.add(graph)
         events.append("started")
         llm.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
@@ -236,19 +241,19 @@ def test_the_ranks_end_with_their_program(directory, end):
         f"llm = LLM({str(directory)!r}, tensor_parallel_size=2, **{ARGUMENTS})\n"
         f"print(*llm.engine.ranks.pids, flush=True)\n{last}"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=600)
     pids = list(map(int, done.stdout.split()))
-    assert len(pids) == 1 and gone(pids, 3), done.stderr
+    assert len(pids) == 1 and gone(pids), done.stderr
     assert (done.returncode == 0) == (end in ("exit", "delete")), done.stderr
 
 
 def test_a_program_that_cannot_be_freed_from_a_dead_rank_ends():
     program = (
         "import os, signal, time\nfrom nanovllm.distributed.processes import Processes\n"
-        "processes = Processes('tests.distributed.spmd', 2, {}, lambda: time.sleep(60), stuck_seconds=1.0)\n"
-        "processes.expect_return(True)\nos.kill(processes.pids[0], signal.SIGKILL)\ntime.sleep(60)"
+        "processes = Processes('tests.distributed.spmd', 2, {}, lambda: time.sleep(600), stuck_seconds=1.0)\n"
+        "processes.expect_return(True)\nos.kill(processes.pids[0], signal.SIGKILL)\ntime.sleep(600)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1 and "rank 1 of 2 was killed by signal 9" in done.stderr, done.stderr
 
 
@@ -266,12 +271,12 @@ def moves(seconds):
         exec(f"for _ in range({seconds}):\\n    {place}\\n    sleep(0.1)", {"sleep": time.sleep})
 
 def both_wait(group):
-    sleep(60)
+    sleep(200)
 
 if __name__ == "__main__":
     import still  # the other rank finds the functions by this name
-    pool = Pool(2, stuck_seconds=0.5, still_seconds=2.5)
-    pool.run(2, still.waits, 5)
+    pool = Pool(2, stuck_seconds=0.5, still_seconds=3.2)
+    pool.run(2, still.waits, 6)
     time.sleep(2)  # nothing is awaited meanwhile
     print("goes on while a rank moves", *pool.pids, flush=True)
     pool.run(2, still.both_wait)
@@ -284,11 +289,11 @@ def test_ranks_that_wait_for_each_other_end(tmp_path):
     (tmp_path / "still.py").write_text(STILL)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
     done = subprocess.run(
-        [sys.executable, tmp_path / "still.py"], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, tmp_path / "still.py"], env=environment, capture_output=True, text=True, timeout=300
     )
     first, _, pid = done.stdout.strip().rpartition(" ")
     assert done.returncode == 1 and first == "goes on while a rank moves", done.stderr
-    assert "none has moved for 2.5 s" in done.stderr and gone([int(pid)], 3), done.stderr
+    assert "none has moved for 3.2 s" in done.stderr and gone([int(pid)]), done.stderr
 
 
 def test_a_rank_that_spins_ends_with_its_parent():
@@ -299,7 +304,7 @@ def test_a_rank_that_spins_ends_with_its_parent():
     parent = (
         "import subprocess, sys, time\n"
         f"child = subprocess.Popen([sys.executable, '-c', {child!r}], stdout=subprocess.PIPE)\n"
-        "child.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(60)"
+        "child.stdout.readline()\nprint(child.pid, flush=True)\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True) as process:
         pids = [int(process.stdout.readline())]
