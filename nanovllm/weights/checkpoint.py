@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from nanovllm.weights.json_file import read_json
 from nanovllm.weights.model_path import nearest, nowhere, path_of
 from nanovllm.weights.quantization import config as quantization_config
 from nanovllm.weights.quantization.rules import Quantization
+from nanovllm.weights.safetensors_files import Rename
+from nanovllm.weights.text_part import text_entries, text_tensor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,8 @@ class Checkpoint:
     """The same of the LM head, if it has a form of its own: "fp8" or "int8"."""
     activation_quantization: bool = True
     """As of `EngineConfig`."""
+    rename: Rename = str
+    """From the names of tensors in safetensors files to those in the model."""
 
 
 def locate(config: EngineConfig) -> Checkpoint:
@@ -81,7 +88,11 @@ def locate(config: EngineConfig) -> Checkpoint:
     entries = read_json(config_file)
     model, quantization = _parse(entries, config_file), quantization_config.read(entries, path)
     online = _online(config.quantization, quantization, path)
-    return checkpoint(model, path, "dummy" if dummy else "safetensors", None, quantization, online)
+    rename: Rename = str
+    if entries["architectures"] != [model.architecture]:
+        logger.info("%s: of %s the model of text is loaded", path, entries["architectures"][0])
+        rename = text_tensor
+    return checkpoint(model, path, "dummy" if dummy else "safetensors", None, quantization, online, rename=rename)
 
 
 def _online(asked: str | None, quantization: Quantization | None, path: Path) -> str | None:
@@ -108,6 +119,7 @@ def _online(asked: str | None, quantization: Quantization | None, path: Path) ->
 def _parse(config: Mapping[str, Any], file: Path) -> ModelConfig:
     """The configuration that a file holds; errors name the file and the entry."""
     try:
+        config = text_entries(config) or config
         # The architecture first: what else a config.json holds depends on it.
         architectures = config.get("architectures")
         for architecture in architectures if isinstance(architectures, list) else ():

@@ -94,7 +94,7 @@ def read_headers(path: str | os.PathLike[str]) -> list[TensorHeader]:
     """
     file = open_gguf(path)
     return [
-        TensorHeader(hf_name, file.tensors[name].shape, file.tensors[name].type, True)
+        TensorHeader(hf_name, file.tensors[name].shape, file.tensors[name].type, True, file.path, name)
         for name, hf_name in _hf_names(file, _architecture(file)).items()
     ]
 

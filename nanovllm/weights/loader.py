@@ -60,6 +60,34 @@ def load_model(
         WeightError: a tensor is missing, unexpected, misshapen, not finite, or unreadable; the message names it.
         ValueError: the checkpoint is quantised, and is to be quantised in another way.
     """
+    try:
+        return _load(checkpoint, kernels, dtype, device, max_position, seed, packed, keep_packed)
+    except WeightError as e:
+        raise WeightError(_where(e, checkpoint) + str(e)) from e
+
+
+def _where(error: WeightError, checkpoint: Checkpoint) -> str:
+    """What stands before an error: the file that holds its tensor, and the tensor's name there; or the checkpoint."""
+    if checkpoint.path is None or str(checkpoint.path) in str(error):
+        return ""
+    layout = SourceLayout(checkpoint.config, checkpoint.format)
+    for header in _stored_headers(checkpoint) if error.tensor else ():
+        if error.tensor == header.name or error.tensor in [piece.name for piece in layout.headers([header])]:
+            return f"{header.file}: " + ("" if repr(header.stored_name) in str(error) else f"{header.stored_name!r}: ")
+    return f"{checkpoint.path}: "
+
+
+def _load(
+    checkpoint: Checkpoint,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_position: int,
+    seed: int,
+    packed: str | None,
+    keep_packed: bool | None,
+) -> DecoderForCausalLM:
+    """As `load_model`, with errors that do not say which file they are about."""
     cls = model_class(checkpoint.config.architecture)
     quantiser = Quantiser.of(checkpoint)
 
@@ -109,9 +137,7 @@ def _read_headers(
 
     They are compared with the configuration, before memory is taken.
     """
-    assert checkpoint.path is not None
-    of_gguf = checkpoint.format == "gguf"
-    raw = (gguf if of_gguf else safetensors_files).read_headers(checkpoint.path)
+    raw = _stored_headers(checkpoint)
     storages = packed_modules(checkpoint.quantization, raw) if checkpoint.quantization else {}
     if checkpoint.quantization and not storages:
         logger.warning(
@@ -121,11 +147,19 @@ def _read_headers(
     headers = layout.headers(
         raw, {h.name for h in raw if h.name.rpartition(".")[0] in storages and h.name[-5:] != ".bias"}
     )
-    if of_gguf:  # in its blocks rows lie one behind the other, as the layout wants them
+    if checkpoint.format == "gguf":  # in its blocks rows lie one behind the other, as the layout wants them
         storages = packed_blocks(headers)
     _check_not_twice(checkpoint, storages)
     _check_layers(checkpoint, headers)
     return raw, headers, storages
+
+
+def _stored_headers(checkpoint: Checkpoint) -> list[TensorHeader]:
+    """The headers as the files have them."""
+    assert checkpoint.path is not None
+    if checkpoint.format == "gguf":
+        return gguf.read_headers(checkpoint.path)
+    return safetensors_files.read_headers(checkpoint.path, checkpoint.rename)
 
 
 def _read_tensors(
@@ -136,7 +170,7 @@ def _read_tensors(
     if checkpoint.format == "gguf":
         whole = {name + ".weight" for name in packed_blocks(raw)}
         return gguf.iter_tensors(checkpoint.path, parts, whole)
-    return safetensors_files.iter_tensors(checkpoint.path, parts)
+    return safetensors_files.iter_tensors(checkpoint.path, parts, checkpoint.rename)
 
 
 def _check_not_twice(checkpoint: Checkpoint, storages: Mapping[str, Storage]) -> None:
@@ -206,7 +240,8 @@ def copy_weights(
     if tied_head is not None and not _holds(model.lm_head, tied_head):
         raise WeightError(
             "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json says"
-            " tie_word_embeddings=true; set it to false there, or remove the tensor"
+            " tie_word_embeddings=true; set it to false there, or remove the tensor",
+            "lm_head.weight",
         )
 
 
@@ -226,7 +261,8 @@ def _check_finite(weights: Sequence[tuple[str, torch.Tensor]]) -> None:
     beyond = '; if its values are beyond the 65504 of float16, pass dtype="bfloat16"' if dtype == "float16" else ""
     raise WeightError(
         f"tensor {name!r} holds NaN or infinity in {count} of {weight.numel()} values, as {dtype}{more};"
-        f" the checkpoint is damaged: download it again{beyond}"
+        f" the checkpoint is damaged: download it again{beyond}",
+        name,
     )
 
 

@@ -18,7 +18,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.quantization.gguf_blocks import GGUFStorage
 from nanovllm.weights.quantization.online import Quantiser
-from nanovllm.weights.quantization.storage import StoredShard
+from nanovllm.weights.quantization.storage import PlaneError, StoredShard
 from nanovllm.weights.safetensors_files import WeightError
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,9 @@ class ShardPlanes:
         module, parameter, shard = place
         if self._is_zero_bias(place):
             if tensor.any():
-                raise WeightError(f"tensor {name!r} is not zero, but config.json says that this layer has no bias")
+                raise WeightError(
+                    f"tensor {name!r} is not zero, but config.json says that this layer has no bias", name
+                )
             return []
         # Not the mapped file, of which a tensor on a CPU is a view.
         tensor = tensor.clone() if self._device.type == "cpu" else tensor.to(self._device)
@@ -117,8 +119,9 @@ class ShardPlanes:
     def _matrix(self, stored: StoredShard, planes: Mapping[str, torch.Tensor]) -> StoredMatrix:
         try:
             matrix, dequantised = stored.matrix(planes)
-        except ValueError as e:
-            raise WeightError(f"tensor '{stored.name}.{e}'; the checkpoint is damaged: download it again") from e
+        except PlaneError as e:
+            name = f"{stored.name}.{e.plane}"
+            raise WeightError(f"tensor {name!r} {e}", name) from e
         if dequantised:
             self.dequantised_to_cut.append(stored.name)
         self.labels["dequantised" if dequantised else stored.storage.label] += 1
@@ -236,8 +239,9 @@ class PackedLayers:
         for (name, _), count in zip(self._not_finite, counts):
             if count:
                 raise WeightError(
-                    f"tensor {name!r}: its weight holds NaN or infinity in {count} places, among them maybe scales; the"
-                    " checkpoint is damaged: download it again"
+                    f"tensor {name!r}, or another of the same matrix, holds NaN or infinity in {count} places; the"
+                    " checkpoint is damaged: download it again",
+                    name,
                 )
         log_form(self._planes, "" if self._keep else ", expanded to " + str(self._dtype).removeprefix("torch."))
         if self._planes.labels and self._keep:

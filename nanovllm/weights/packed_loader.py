@@ -91,7 +91,11 @@ def _with_matrices(
             continue
         for module, shard, matrix in planes.add(name, place, tensor):
             if matrix.not_finite():
-                raise WeightError(f"tensor {name!r}: its weight or scales hold NaN or infinity; download it again")
+                raise WeightError(
+                    f"tensor {name!r}, or another of the same matrix, holds NaN or infinity; the checkpoint is damaged:"
+                    " download it again",
+                    name,
+                )
             yield name, (module, "weight", shard), "", _matrix(matrix, activations)
 
 
@@ -135,7 +139,8 @@ def _pack(
         if head.format != embedding.format or not torch.equal(head.tiles, embedding.tiles):
             raise WeightError(
                 "tensor 'lm_head.weight' differs from 'model.embed_tokens.weight', but config.json says"
-                " tie_word_embeddings=true; set it to false there, or remove the tensor"
+                " tie_word_embeddings=true; set it to false there, or remove the tensor",
+                "lm_head.weight",
             )
         head = embedding
     with torch.device("cpu"):
@@ -159,7 +164,7 @@ def stored_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, str, torch.Ten
     if checkpoint.format == "gguf":
         yield from gguf.iter_stored(checkpoint.path)
         return
-    for name, tensor in safetensors_files.iter_tensors(checkpoint.path):
+    for name, tensor in safetensors_files.iter_tensors(checkpoint.path, rename=checkpoint.rename):
         yield name, "", tensor
 
 
@@ -179,7 +184,8 @@ def _packed(
         matrix = PackedMatrix.of(gguf.dequantized(tensor, format).to(dtype), activations)
     if not matrix.is_finite():
         raise WeightError(
-            f"tensor {name!r} holds NaN or infinity, as {matrix.format}; the checkpoint is damaged: download it again"
+            f"tensor {name!r} holds NaN or infinity, as {matrix.format}; the checkpoint is damaged: download it again",
+            name,
         )
     return matrix
 
@@ -187,5 +193,5 @@ def _packed(
 def _vector(name: str, tensor: torch.Tensor) -> torch.Tensor:
     vector = tensor.float().contiguous()
     if not vector.isfinite().all():
-        raise WeightError(f"tensor {name!r} holds NaN or infinity; the checkpoint is damaged: download it again")
+        raise WeightError(f"tensor {name!r} holds NaN or infinity; the checkpoint is damaged: download it again", name)
     return vector.clone()  # not the mapped file

@@ -50,7 +50,7 @@ def find_places(
         place = module_name, parameter, shard = model.place_of(header.name)
         module = modules.get(module_name)
         if header.name in places:
-            raise WeightError(f"tensor {header.name!r} occurs twice in the checkpoint")
+            raise WeightError(f"tensor {header.name!r} occurs twice in the checkpoint", header.name)
         if header.name in of_planes:
             module_name, _, shard = of_planes[header.name][0]
             _check_plane(header, parameter, packed[module_name, shard])
@@ -63,7 +63,9 @@ def find_places(
             places[header.name] = place  # some libraries write zeros, which is checked when they are read
             continue
         if module is None or module._parameters.get(parameter) is None or shard not in module.shards:
-            raise WeightError(f"unexpected tensor {header.name!r}: this {model.config.architecture} has no such weight")
+            raise WeightError(
+                f"unexpected tensor {header.name!r}: this {model.config.architecture} has no such weight", header.name
+            )
         _check_plain(header, module.source_shape(parameter, shard))
         places[header.name] = place
         missing.discard(place)
@@ -94,11 +96,14 @@ def _places_of_planes(packed: Shards) -> dict[str, list[Place]]:
 def _check_plain(header: TensorHeader, expected: Sequence[int]) -> None:
     """A WeightError unless the tensor can be a parameter of that shape."""
     if header.shape != expected:
-        raise WeightError(f"tensor {header.name!r} has shape {list(header.shape)}, expected {list(expected)}")
+        raise WeightError(
+            f"tensor {header.name!r} has shape {list(header.shape)}, expected {list(expected)}", header.name
+        )
     if not header.is_float:
         raise WeightError(
             f"tensor {header.name!r} has dtype {header.dtype}, expected a floating-point one;"
-            " a quantised checkpoint needs a quantization_config in config.json"
+            " a quantised checkpoint needs a quantization_config in config.json",
+            header.name,
         )
 
 
@@ -108,9 +113,9 @@ def _check_plane(header: TensorHeader, name: str, packed: StoredShard) -> None:
     what = f"tensor {header.name!r} of a matrix [{packed.rows}, {packed.columns}] stored as {packed.storage.label}"
     if header.shape not in plane.shapes:
         expected = " or ".join(str(list(shape)) for shape in plane.shapes)
-        raise WeightError(f"{what} has shape {list(header.shape)}, expected {expected}")
+        raise WeightError(f"{what} has shape {list(header.shape)}, expected {expected}", header.name)
     if header.dtype not in plane.dtypes:
-        raise WeightError(f"{what} has dtype {header.dtype}, expected {' or '.join(plane.dtypes)}")
+        raise WeightError(f"{what} has dtype {header.dtype}, expected {' or '.join(plane.dtypes)}", header.name)
 
 
 def parts_of(

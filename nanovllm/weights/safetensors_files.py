@@ -6,7 +6,7 @@ Pickle files are never opened.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,8 +19,20 @@ from nanovllm.wording import brief
 NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 
 
+Rename = Callable[[str], "str | None"]
+"""A tensor's name in the files -> its name in the model; None: the tensor is of a part that is left out."""
+
+
 class WeightError(ValueError):
-    """A checkpoint tensor that is missing, unexpected, of the wrong shape, not finite, or unreadable."""
+    """A checkpoint tensor that is missing, unexpected, of the wrong shape, not finite, or unreadable.
+
+    Args:
+        tensor: the name of the tensor in the model, if the message does not say which file holds it.
+    """
+
+    def __init__(self, message: str, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
 
 
 _NOT_FLOATS = {"I": "int", "U": "uint", "C": "complex"}
@@ -32,42 +44,52 @@ class TensorHeader(NamedTuple):
     Attributes:
         dtype: as the file names it.
         is_float: whether its values are the weights: floats of at least 16 bits. Smaller ones need scales.
+        file: the file that holds it.
+        stored_name: its name there.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     is_float: bool
+    file: Path | None = None
+    stored_name: str = ""
 
 
-def read_headers(path: Path) -> list[TensorHeader]:
+def read_headers(path: Path, rename: Rename = str) -> list[TensorHeader]:
     """Every tensor of a checkpoint directory, from the headers alone: no tensor is read."""
-    return [header for _, header in _tensors(path)]
+    return [header for _, header in _tensors(path, rename)]
 
 
-def iter_tensors(path: Path, parts: Mapping[str, Part] = NO_PARTS) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_tensors(
+    path: Path, parts: Mapping[str, Part] = NO_PARTS, rename: Rename = str
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) for every tensor of a checkpoint directory, one at a time.
 
     A tensor is memory-mapped. One that is named in `parts` is that part alone, and no other byte of it is read.
     """
-    for f, header in _tensors(path):
+    for f, header in _tensors(path, rename):
         part = parts.get(header.name)
         if part is None:
-            yield header.name, f.get_tensor(header.name)
+            yield header.name, f.get_tensor(header.stored_name)
         else:
             index = (slice(None),) * part.dim + (slice(part.start, part.start + part.length),)
-            yield header.name, f.get_slice(header.name)[index]
+            yield header.name, f.get_slice(header.stored_name)[index]
 
 
-def _tensors(path: Path) -> Iterator[tuple[Any, TensorHeader]]:
+def _tensors(path: Path, rename: Rename) -> Iterator[tuple[Any, TensorHeader]]:
     from safetensors import SafetensorError, safe_open
 
     for file in _files(path):
         try:
             with safe_open(file, framework="pt") as f:
-                for name in f.keys():
-                    entry = f.get_slice(name)
-                    yield f, TensorHeader(name, tuple(entry.get_shape()), *_dtype(entry.get_dtype()))
+                for stored_name in f.keys():
+                    name = rename(stored_name)
+                    if name is not None:
+                        entry = f.get_slice(stored_name)
+                        dtype, is_float = _dtype(entry.get_dtype())
+                        shape = tuple(entry.get_shape())
+                        yield f, TensorHeader(name, shape, dtype, is_float, file, stored_name)
         except SafetensorError as e:
             raise WeightError(f"{file} is corrupt or truncated ({e}); download it again") from e
         except OSError as e:

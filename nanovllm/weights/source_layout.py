@@ -59,7 +59,8 @@ class SourceLayout:
             if pieces and (not header.shape or header.shape[0] != expected):
                 of = ", ".join(f"{rows} of {name.split('.')[-2]}" for name, rows in pieces)
                 raise WeightError(
-                    f"tensor {header.name!r} has shape {list(header.shape)}, expected {expected} rows: {of}"
+                    f"tensor {header.name!r} has shape {list(header.shape)}, expected {expected} rows: {of}",
+                    header.name,
                 )
             made += [header._replace(name=name, shape=(rows, *header.shape[1:])) for name, rows in pieces] or [header]
         return made

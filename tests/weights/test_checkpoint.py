@@ -75,7 +75,7 @@ def test_what_is_not_there_or_contradicts_the_format(tmp_path, model, error, wor
     "config",
     [
         dict(architectures=["DeepseekV3ForCausalLM"]),
-        dict(architectures=["Gemma3ForConditionalGeneration"], text_config={}, vision_config={}),
+        dict(architectures=["Qwen2_5_VLForConditionalGeneration"], text_config={}, vision_config={}),
         # Those that do not even have the entries of a decoder that we know.
         dict(architectures=["GPT2LMHeadModel"], n_head=12, n_embd=768),
         dict(architectures=["GemmaForCausalLM"], hidden_act="gelu_pytorch_tanh"),

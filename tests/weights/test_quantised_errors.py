@@ -41,7 +41,7 @@ def copy(originals, tmp_path):
 def test_a_plane_that_is_missing(copy, name, plane):
     directory = copy(name)
     edit(directory, lambda t: t.pop(UP + plane))
-    refused(directory, "lacks", UP + plane)
+    refused(directory, f"{directory}: the checkpoint lacks {UP}{plane}")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_plane_that_is_missing(copy, name, plane):
 def test_a_plane_of_another_shape_or_dtype(copy, name, plane, change, said):
     directory = copy(name)
     edit(directory, lambda t: t.update({UP + plane: change(t[UP + plane]).contiguous()}))
-    refused(directory, repr(UP + plane), "of a matrix [256, 128] stored as", said)
+    refused(directory, f"{directory / 'model.safetensors'}: tensor '{UP}{plane}' of a matrix [256, 128]", said)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +72,14 @@ def test_a_plane_of_another_shape_or_dtype(copy, name, plane, change, said):
         ("awq", "scales", lambda t: t[-1].fill_(math.inf), "holds NaN or infinity"),
         ("w8a8", "weight_scale", lambda t: t[-1].fill_(math.nan), "holds NaN or infinity"),
         ("fp8-block", "weight", lambda t: t.view(torch.uint8)[3, 5].fill_(0x7F), "holds NaN or infinity in 1 places"),
-        ("gptq", "g_idx", lambda t: t.copy_(t.flip(0)), "out of order, but the configuration says that they are in"),
-        ("gptq-act-order", "g_idx", lambda t: t[:3].fill_(0), "does not name groups of 32 columns each"),
+        ("gptq", "g_idx", lambda t: t.copy_(t.flip(0)), "g_idx' has groups out of order, but the configuration"),
+        ("gptq-act-order", "g_idx", lambda t: t[:3].fill_(0), "g_idx' does not name groups of 32 columns each"),
     ],
 )
 def test_values_that_cannot_be(copy, name, plane, spoil, said):
     directory = copy(name)
     edit(directory, lambda t: spoil(t[UP + plane]))
-    refused(directory, UP, said)
+    refused(directory, f"{directory / 'model.safetensors'}: tensor '{UP}", said)
 
 
 @pytest.mark.parametrize(

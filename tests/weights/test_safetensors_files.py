@@ -1,10 +1,13 @@
 """Safetensors files: which are read, and what is wrong with them."""
 
 import json
+import math
 import os
 import pickle
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nanovllm.weights.safetensors_files import iter_tensors
 from tests import tiny
@@ -33,6 +36,27 @@ def test_a_missing_shard(tmp_path):
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     shard.unlink()
     refused(tmp_path, shard.name, "not found")
+
+
+def test_an_error_names_the_file_that_holds_the_tensor(tmp_path):
+    tiny.save(tmp_path, "phi3", max_shard_size="40KB", hidden_size=64, num_key_value_heads=4, num_hidden_layers=1)
+    fused = "model.layers.0.self_attn.qkv_proj.weight"
+    names = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(names.values())) > 2
+    path = tmp_path / names[fused]
+    tensors = load_file(path)
+    for spoilt, said in (
+        (tensors[fused][1:].clone(), f"tensor {fused!r} has shape [191, 64], expected 192 rows"),
+        (tensors[fused].int(), f"{fused!r}: tensor 'model.layers.0.self_attn.q_proj.weight' has dtype int32"),
+        (
+            torch.full_like(tensors[fused], math.nan),
+            f"{fused!r}: tensor 'model.layers.0.self_attn.q_proj.weight' holds",
+        ),
+    ):
+        save_file(tensors | {fused: spoilt}, path)
+        refused(tmp_path, f"{path}: {said}")
+    save_file({name: tensor for name, tensor in tensors.items() if name != fused}, path)
+    refused(tmp_path, f"{tmp_path}: the checkpoint lacks model.layers.0.self_attn.k_proj.weight")
 
 
 def test_a_spoilt_index(checkpoint):

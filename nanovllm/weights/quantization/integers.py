@@ -10,7 +10,7 @@ import torch
 
 from nanovllm.layers.stored_matrices import IntMatrix
 from nanovllm.weights.quantization.bits import in_storage, unpacked
-from nanovllm.weights.quantization.storage import Plane, Storage
+from nanovllm.weights.quantization.storage import Plane, PlaneError, Storage
 
 _FLOATS = ("F16", "BF16", "F32")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -248,7 +248,7 @@ def sorted_by_group(
         allowed: whether they may be out of order. If not, g_idx may be that of a part of the columns.
 
     Raises:
-        ValueError: the groups are not of `group_size` columns each, or out of order and must not be.
+        PlaneError: the groups are not of `group_size` columns each, or out of order and must not be.
     """
     if g_idx is None or not group_size:
         return None
@@ -256,8 +256,13 @@ def sorted_by_group(
     if torch.equal(g_idx - (0 if allowed else g_idx[:1]), in_order):
         return None
     if not allowed:
-        raise ValueError(f"{name} has groups out of order, but the configuration says that they are in order")
+        raise PlaneError(
+            name, 'has groups out of order, but the configuration says that they are in order; set "desc_act" to true'
+        )
     permutation = g_idx.argsort(stable=True)
     if not torch.equal(g_idx[permutation].long(), in_order):
-        raise ValueError(f"{name} does not name groups of {group_size} columns each, from 0")
+        raise PlaneError(
+            name,
+            f"does not name groups of {group_size} columns each, from 0; the checkpoint is damaged: download it again",
+        )
     return permutation

@@ -33,13 +33,15 @@ def packed_modules(quantization: Quantization, headers: Sequence[TensorHeader]) 
     configurations rarely name all modules that were left as they are.
     """
     found: dict[str, dict[str, TensorHeader]] = {}
+    named: dict[str, str] = {}
     for header in headers:
         module, _, leaf = header.name.rpartition(".")
         if leaf != "bias":
             found.setdefault(module, {})[leaf] = header
+            named[module] = (header.stored_name or header.name).rpartition(".")[0]
     storages: dict[str, Storage] = {}
     for module, leaves in found.items():
-        storage = quantization.storage_of(module)
+        storage = quantization.storage_of(named[module])  # rules name the modules that the files name
         plain = set(leaves) == {"weight"} and leaves["weight"].dtype in WIDE_FLOATS
         if storage is not None and not plain:
             storages[module] = _named_as_stored(storage, leaves)

@@ -19,6 +19,14 @@ WIDE_FLOATS = ("F64", "F32", "F16", "BF16")
 Axis = tuple[int, int]
 
 
+class PlaneError(ValueError):
+    """What is wrong with the values of a matrix's plane, as words that follow its name."""
+
+    def __init__(self, plane: str, problem: str) -> None:
+        super().__init__(problem)
+        self.plane = plane
+
+
 @dataclass(frozen=True)
 class Plane:
     """A tensor of a stored matrix.
