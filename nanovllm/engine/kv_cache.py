@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from nanovllm.arguments import full_dtype
+from nanovllm.hardware.control_groups import available_memory
 from nanovllm.layers.attention import LayerCache
 from nanovllm.model_config import ModelConfig
 
-# The share of the free memory that a cache on a CPU takes, unless the user names its size.
+# The share of the available memory that a cache on a CPU takes, unless the user names its size.
 _CPU_SHARE = 0.25
 _MIB = 2**20
 
@@ -109,8 +110,8 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
 
 
 def available_bytes_cpu(asked: bool) -> int:
-    """This machine's free memory in bytes; a share of it, unless the user `asked` for a size."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that this process can still take; a share of them, unless the user `asked` for a size."""
+    free = available_memory()
     return free if asked else int(_CPU_SHARE * free)
 
 

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanovllm.hardware.control_groups import group_directories, read
+
 
 def num_threads(asked: str | None) -> int:
     """Threads of the C++ kernels: $NANOVLLM_CPU_THREADS, else one for each core that this process may use.
@@ -31,33 +33,15 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     siblings = {
-        _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed
+        read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in allowed
     }
     return min(len(siblings), *(-(-quota // period) for quota, period in _quotas(root)), len(siblings))
 
 
 def _quotas(root: Path) -> Iterator[tuple[int, int]]:
-    """(microseconds of processors, in this many microseconds) of the control groups that this process is in.
-
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html; version 1 has the same in two files.
-    """
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / (controllers and "cpu")
-        # In a container the mount may be the group itself, and the path that of the host.
-        group = mount / path.lstrip("/")
-        for directory in dict.fromkeys((group, *group.parents)):
-            if directory.is_relative_to(mount):
-                files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-                words = " ".join(_read(directory / file) or "" for file in files).split()
-                if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # else there is none
-                    yield int(words[0]), int(words[1])
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
+    """(microseconds of processors, in this many microseconds) of the control groups that this process is in."""
+    for directory, version in group_directories("cpu", root):
+        files = ("cpu.max",) if version == 2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(read(directory / file) or "" for file in files).split()
+        if len(words) == 2 and all(word.isdecimal() and int(word) for word in words):  # else there is none
+            yield int(words[0]), int(words[1])
