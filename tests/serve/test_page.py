@@ -4,21 +4,31 @@ import shutil
 
 import pytest
 
+from tests.serve.running import LONG, RunningServer, slow_client
+
+
+@pytest.fixture
+def server(model_path):
+    with RunningServer(model_path, client=slow_client(model_path)) as running:
+        yield running
+
 
 def test_a_conversation(server):
     playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with playwright.sync_playwright() as p:
         try:
-            browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+            browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"], timeout=1000 * LONG)
         except playwright.Error as error:
             pytest.skip(f"no Chromium here: {str(error).splitlines()[0]}")
         tab = browser.new_page(viewport={"width": 390, "height": 800})
+        tab.set_default_timeout(1000 * LONG)
         messages, requests = [], []
         tab.on("console", lambda m: messages.append(m.text))
         tab.on("pageerror", lambda e: messages.append(str(e)))
         tab.on("request", lambda r: requests.append(r.url))
         tab.goto(server.url)
+        playwright.expect.set_options(timeout=1000 * LONG)
         expect = playwright.expect  # not wait_for_function, which the page's content security policy refuses
         expect(tab.locator("#model")).to_have_text("model")
         tab.click("summary")
@@ -43,9 +53,11 @@ def test_a_conversation(server):
             seen.observe(document.getElementById('log'), {childList: true, subtree: true, characterData: true});
         }""")
         tab.fill("#prompt", "go on for long")
+        server.hold()
         tab.click("#send")
         expect(tab.locator(".facts").last).to_contain_text("stopped")
         assert tab.is_visible("#send")
+        server.go()
         server.assert_idle()
 
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
@@ -70,6 +82,7 @@ def test_a_conversation(server):
             });
             seen.observe(document.getElementById('log'), {childList: true, subtree: true, characterData: true});
         }""")
+        server.hold()
         tab.click("#send")
         tab.wait_for_selector("#send:not([hidden])")
         assert tab.locator(".message").count() == 0 and tab.evaluate("messages.length") == 0
