@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +35,12 @@ _LONGEST = (
 
 # What compiles many kernels, or emulates compiled ones: `make test` leaves these files out, `make test-rest` runs them.
 _SLOW = ("_compile.py", "_ptx.py")
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, and so would all programs that tests start and interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -119,7 +119,7 @@ ENDS = {
 def test_a_crash_or_a_hang_is_the_verdict_on_its_case_and_ends_the_provider(plugin, end):
     does, said, num_run = ENDS[end]
     declared, path = plugin(f"thrice_{end}", other=f"WORKER and {does}")
-    setting = Setting("cpu", (path,), quick=True, limit=2)
+    setting = Setting("cpu", (path,), quick=True, limit=2 if end == "hangs" else 120)
     ((_, found),) = verify_in_processes([declared], [(declared.name, "other")], setting)
     failures = [v.failure for v in found if v.failure]
     assert len(failures) == num_run and all(re.match(said, f) for f in failures), failures
@@ -177,15 +177,13 @@ def test_ctrl_c_ends_all(plugin, tmp_path):
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True,
-        # The background jobs of a shell ignore SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while len(list(tmp_path.glob("pid*"))) < 2:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=300)
     assert process.returncode != 0 and "Traceback" not in said, said
     for path in tmp_path.glob("pid*"):
         with pytest.raises(ProcessLookupError):
