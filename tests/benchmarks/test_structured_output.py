@@ -5,6 +5,7 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from benchmarks import structured_output
@@ -56,8 +57,9 @@ def test_the_parts_of_a_step_add_up(tmp_path, in_thread):
         assert all((ms >= 0).all() for name, ms in found.items() if name != "launch")
         names = {"held", "launch", "schedule", "read"}
         names |= set() if in_thread else {"wait", "advance", "fill", "finish"}
-        parts = sum(found[name].sum() for name in names)
-        assert parts == pytest.approx(found["step"].sum(), rel=0.05)
+        parts = sum(found[name] for name in names)
+        # A busy machine may stop the engine between two parts of a step.
+        assert np.median(parts / found["step"]) == pytest.approx(1, rel=0.05)
 
 
 def stand_in(step=None):

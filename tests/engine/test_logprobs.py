@@ -61,9 +61,9 @@ def test_the_ranks_of_many_take_linear_time():
     """A dictionary of the whole vocabulary, with many equal values."""
     values = torch.arange(100_000, 0, -1) // 3
     tensors = LogprobsTensors(torch.arange(100_000)[None], -1.0 / values[None], torch.tensor([1]))
-    start = time.perf_counter()
+    start = time.process_time()
     row = tensors.row(0, 99_999)
-    assert time.perf_counter() - start < 2  # a search for each would take a minute
+    assert time.process_time() - start < 10  # 0.1 s; a search for each would take a minute
     assert len(row) == 100_000 and [row[i].rank for i in (1, 2, 3, 4, 5)] == [1, 2, 2, 2, 5]
 
 

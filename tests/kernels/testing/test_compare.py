@@ -4,10 +4,12 @@ import functools
 import itertools
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from nanovllm.hardware import timing
 from nanovllm.hardware.roofline import copies, copy_bandwidth, copy_time
 from nanovllm.hardware.timing import Timing, time_in_graph, time_kernel
 from nanovllm.kernels import Provider, all_ops, benchmark_kernel
@@ -27,15 +29,16 @@ from tests.shared_gpu import gpu_is_shared
 CPU = torch.device("cpu")
 
 
-def test_seconds_per_call(capsys):
-    calls = []
+def test_seconds_per_call(capsys, monkeypatch):
+    calls, now = [], [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def sleep(x):
         calls.append(x)
-        time.sleep(0.002)
+        now[0] += 0.002
 
     seconds = benchmark_kernel(sleep, torch.zeros(1), warmup=3, iters=7)
-    assert 0.002 <= seconds < 0.02 and len(calls) == 10 and not capsys.readouterr().out
+    assert seconds == pytest.approx(0.002) and len(calls) == 10 and not capsys.readouterr().out
     benchmark_kernel(sleep, torch.zeros(1), warmup=0, iters=2, verbose=True)
     assert "sleep: p20 2" in capsys.readouterr().out
     for wrong in ({"iters": 0}, {"warmup": -1}):
