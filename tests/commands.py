@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(*args: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "nanovllm", *args], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "nanovllm", *args], capture_output=True, text=True, timeout=600)
 
 
 class Terminal(io.StringIO):

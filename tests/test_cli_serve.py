@@ -28,7 +28,7 @@ from nanovllm.cli.serve_options import (
 from nanovllm.config import EngineConfig
 from nanovllm.serve.options import ServeOptions
 from tests import tiny
-from tests.serve.running import wait_until
+from tests.serve.running import LONG, wait_until
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ for model, said in [("/nope", "is no local directory or .gguf file; pass"), ("no
         raise AssertionError(model)
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG)
 
 
 def test_defaults_are_those_of_the_engine_and_the_server():
@@ -192,7 +192,7 @@ def alive(pid):
 @pytest.mark.slow
 def test_two_signals_end_a_server_and_its_engine(process):
     server, url = process
-    with httpx.Client(base_url=url, headers={"x-api-key": "some-secret-key"}, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=url, headers={"x-api-key": "some-secret-key"}, trust_env=False, timeout=LONG) as client:
         assert client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3}).status_code == 200
         (engine,) = children(server.pid)
         body = {"prompt": "hello", "max_tokens": 500, "ignore_eos": True, "stream": True, "n": 100}
@@ -204,7 +204,7 @@ def test_two_signals_end_a_server_and_its_engine(process):
             assert server.poll() is None, "the first signal lets running requests finish"
             next(pieces)
             server.send_signal(signal.SIGTERM)
-            assert server.wait(20) == 0
+            assert server.wait(LONG) == 0
     wait_until(lambda: not alive(engine))
     logs = server.stderr.read()
     assert '"logger": "nanovllm.serve.access"' in logs and "/v1/completions 200" in logs and "Traceback" not in logs
@@ -215,7 +215,7 @@ def test_an_engine_does_not_outlive_its_server(process):
     server, url = process
     (engine,) = children(server.pid)
     server.kill()
-    server.wait(10)
+    server.wait(LONG)
     wait_until(lambda: not alive(engine))
 
 
@@ -234,7 +234,7 @@ def test_all_processes_log_json(tmp_path):
         try:
             lines, url = start(server)
             named = {"x-request-id": "of-the-client"}
-            answer = httpx.post(f"{url}/v1/completions", json=body, headers=named, timeout=60, trust_env=False)
+            answer = httpx.post(f"{url}/v1/completions", json=body, headers=named, timeout=LONG, trust_env=False)
             assert answer.status_code == 400
             server.terminate()
             lines += server.stderr.readlines()

@@ -13,7 +13,7 @@ SLOW = """
 import os, sys, time
 os.write(1, b"importing\\n")  # past Python's buffer
 try:
-    time.sleep(60)
+    time.sleep(600)
 except KeyboardInterrupt:
     print("a KeyboardInterrupt reached the module", file=sys.stderr)
     raise
@@ -42,11 +42,11 @@ def test_a_program_that_is_interrupted_while_it_imports_says_one_line(name, modu
     process = popen(arguments, tmp_path)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, err.strip()) == (130, f"{name}: interrupted")
 
 
-WAITS = SLOW.replace("time.sleep(60)", "sys.stdin.readline()")
+WAITS = SLOW.replace("time.sleep(600)", "sys.stdin.readline()")
 USERS = """
 import atexit, signal
 atexit.register(print, "at exit")
@@ -83,7 +83,7 @@ def test_a_users_script_that_is_interrupted_while_it_imports_cleans_up(options, 
         printed += line
     for _ in range(1 if before == HANDLES else 2):  # people press twice
         process.send_signal(signal.SIGINT)
-    out, err = process.communicate("\n", timeout=30)
+    out, err = process.communicate("\n", timeout=300)
     assert code == process.returncode and said in err.strip().splitlines()
     assert ("Traceback" in err) == (said == "KeyboardInterrupt")
     assert "reached the module" not in err
@@ -106,7 +106,7 @@ raise KeyboardInterrupt("another")
     process = popen([str(tmp_path / "run.py")], tmp_path, stdin=subprocess.PIPE)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate("\n", timeout=30)
+    out, err = process.communicate("\n", timeout=300)
     assert out == "stopped\n" and "Traceback" in err and err.endswith("KeyboardInterrupt: another\n")
 
 
@@ -138,7 +138,7 @@ def test_at_a_prompt_and_in_a_notebook_an_interrupt_waits_for_pytorch(options, p
     process = popen([*options, str(tmp_path / "run.py")], tmp_path, stdin=subprocess.PIPE)
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate("\n", timeout=30)
+    out, err = process.communicate("\n", timeout=300)
     assert out.split("\n")[:-1] == ["imported", *said] and "reached the module" not in err, err
     assert process.returncode == 0 if said else "\nKeyboardInterrupt\n" in err
 
@@ -146,7 +146,7 @@ def test_at_a_prompt_and_in_a_notebook_an_interrupt_waits_for_pytorch(options, p
 def test_a_users_script_gets_a_keyboard_interrupt_once_the_engine_is_imported(tmp_path):
     (tmp_path / "nanovllm_is_imported.py").write_text(USERS.format(before="import torch", engine=ENGINE))
     process = popen([str(tmp_path / "nanovllm_is_imported.py")], tmp_path)
-    out, err = process.communicate(timeout=240)
+    out, err = process.communicate(timeout=600)
     assert err.strip().endswith("KeyboardInterrupt") and "raise_signal" in err and "AssertionError" not in err
 
 
@@ -169,7 +169,7 @@ def main():
 run_program("program", main)
 """
     process = popen(["-c", program], tmp_path)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (130, "kept what there is\n", "\nprogram: interrupted\n")
 
 
@@ -180,7 +180,7 @@ def test_a_background_job_of_a_shell_ignores_ctrl_c_still(tmp_path):
     process = popen(["-m", "nanovllm"], tmp_path, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 7
+    assert process.wait(timeout=300) == 7
 
 
 @pytest.mark.parametrize("caught", [False, True])
@@ -205,7 +205,7 @@ def command():
 run_program("program", app)
 """
     process = popen(["-c", program], ROOT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (
         (130, "stopped early\n", "") if caught else (130, "", "\nprogram: interrupted\n")
     )
@@ -243,7 +243,7 @@ def main():
 run_program("program", main)
 """
     process = popen(["-c", program], tmp_path)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out) == expected and ("KeyError" in err) == ("KeyError" in end)
 
 
@@ -273,7 +273,7 @@ def main():
 run_program("program", main)
 """
     process = popen(["-c", program], tmp_path, cwd=tmp_path)
-    number, folder, *rest = process.communicate(timeout=30)[0].split()
+    number, folder, *rest = process.communicate(timeout=300)[0].split()
     assert (process.returncode, rest) == (3, ["exit"])
     assert (tmp_path / "log.txt").read_text() == "kept" and not os.path.exists(folder)
     with pytest.raises(ProcessLookupError):
@@ -300,5 +300,5 @@ def main():
 run_program("program", main)
 """
     process = popen(["-c", program], tmp_path)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (*expected, "")

@@ -115,14 +115,14 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
     timer = timing.GpuTimer(H200, lambda p, i: "CompilationError: no" if p is problem and i == 3 else None, bench)
     swift = [replace(p, seconds=1e-9) if i == 20 else p for i, p in enumerate(plans)]
     wrong = (plans[2], swift[20])
-    found = timer(problem, swift, time.monotonic() + 60)
+    found = timer(problem, swift, time.monotonic() + 600)
     # In the order in which they were compared: those that lead at once, the others as finalists.
     assert 20 not in found["seconds"] and {w["config"] for w in found["wrong"]} == {str(p.config) for p in wrong}
     assert found["seconds"] == pytest.approx({i: plans[i].seconds for i in found["seconds"]})  # it did not set the pace
-    own = timer(problem, plans, time.monotonic() + 60, 39)
+    own = timer(problem, plans, time.monotonic() + 600, 39)
     assert own["seconds"][39] == pytest.approx(plans[39].seconds)
     wrong, _ = (plans[2],), tried.clear()
-    found = timer(problem, plans, time.monotonic() + 60)
+    found = timer(problem, plans, time.monotonic() + 600)
     assert found["failed"] == [
         {"config": str(plans[1].config), "reason": "RuntimeError: out of resource"},
         {"config": str(plans[3].config), "reason": "CompilationError: no"},
@@ -133,7 +133,7 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
     assert found["seconds"] == pytest.approx({i: plans[i].seconds for i in found["seconds"]})
     assert found["wrong"] == [{"config": str(plans[2].config), "error": pytest.approx(0.2)}]
     assert timer(problem, plans, 0.0) == {"seconds": {}, "cut": True}
-    nothing = timing.GpuTimer(H200, lambda p, i: "no", bench)(problem, plans[:2], time.monotonic() + 60)
+    nothing = timing.GpuTimer(H200, lambda p, i: "no", bench)(problem, plans[:2], time.monotonic() + 600)
     assert not nothing["seconds"] and len(nothing["failed"]) == 2
 
 
@@ -191,7 +191,7 @@ def test_launches_compute_what_they_should():
     """In Triton's interpreter, which must be chosen before Triton is imported."""
     pytest.importorskip("triton")
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, timeout=200, env=env)
+    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, timeout=900, env=env)
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]
 
 

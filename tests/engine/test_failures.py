@@ -173,7 +173,7 @@ def test_an_interrupt_takes_the_progress_bar_back(directory):
         with pytest.raises(KeyboardInterrupt):
             at_lines(call, interrupt)
         for thread in set(threading.enumerate()) - others:  # the bar has a thread that draws it
-            thread.join(1)
+            thread.join(60)
             assert not thread.is_alive(), where
         assert_clean(llm.engine)
 

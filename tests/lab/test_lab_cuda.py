@@ -55,7 +55,7 @@ def build(name: str, source: str, folder: Path) -> ctypes.CDLL:
     assert home is not None
     command = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-pthread", f"-I{HERE}", f"-I{home / 'include'}"]
     done = subprocess.run(
-        [*command, "-o", f"{name}.so", f"{name}.cc"], cwd=folder, capture_output=True, text=True, timeout=120
+        [*command, "-o", f"{name}.so", f"{name}.cc"], cwd=folder, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return ctypes.CDLL(str(folder / f"{name}.so"))

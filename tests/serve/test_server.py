@@ -16,7 +16,7 @@ import pytest
 
 from nanovllm.serve.errors import ServerShutdown
 from nanovllm.serve.options import ServeOptions
-from tests.serve.running import RunningServer, wait_until
+from tests.serve.running import LONG, RunningServer, wait_until
 
 
 def test_a_client_that_reads_nothing_does_not_spoil_the_end(model_path, caplog):
@@ -89,7 +89,7 @@ def test_the_end_is_clean_under_load(model_path, arguments, number, pauses):
         for pause in (0, *pauses):
             time.sleep(pause)
             process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=LONG)
     finally:
         process.kill()
         stop.set()
@@ -121,7 +121,7 @@ engine = AsyncLLM(client=ThreadClient(EngineConfig({str(model_path)!r}, **SIZES)
 server = Early(engine, ServeOptions(), on_ready=lambda: print("ready"))
 run(server, Listener(port=0).open())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

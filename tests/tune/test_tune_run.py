@@ -166,7 +166,7 @@ import tests.tune.test_tune_run as t
 class Hangs(t.FakeTimer):
     def measure(self, plan, rounds):
         if self.job.key[0] == 64:
-            time.sleep(60)
+            time.sleep(600)
         return super().measure(plan, rounds)
 found, out, hang = t.rms_jobs((1, 1024), (64, 1024), (256, 1024)), Path(sys.argv[1]), float(sys.argv[2])
 for result in t.tune(found, t.CPU, t.H200, t.GPU, out, timer=Hangs, resume=True, hang_seconds=hang):
@@ -182,8 +182,8 @@ def hanging(out, seconds):
 
 
 def test_a_hang_ends_the_process_and_the_next_run_goes_on_after_it(tmp_path):
-    first = hanging(tmp_path, 0.5)
-    said, errors = first.communicate(timeout=100)
+    first = hanging(tmp_path, 3)
+    said, errors = first.communicate(timeout=300)
     assert first.returncode == 1 and "Timeout" in errors and said == "1 None\n", errors
     found = rms_jobs((1, 1024), (64, 1024), (256, 1024))
     assert reasons(run(found, tmp_path, resume=True)) == [MEASURED, FATAL, None]
@@ -196,10 +196,10 @@ def test_a_note_counts_when_its_process_is_dead_and_stays_while_it_lives(tmp_pat
     def notes():
         return {path.name: path.read_text() for path in tmp_path.glob("*.under-way")}
 
-    with hanging(tmp_path, 50) as other:
+    with hanging(tmp_path, 500) as other:
         try:
             assert other.stdout.readline() == "1 None\n"
-            end = time.monotonic() + 20
+            end = time.monotonic() + 120
             while not any(notes().values()):
                 assert time.monotonic() < end
                 time.sleep(0.01)

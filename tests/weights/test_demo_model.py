@@ -174,7 +174,7 @@ def test_without_pip_or_a_download_nothing_is_started(cache, use_pip, monkeypatc
 
 
 def test_interrupt_stops_pip_and_cleans_up(cache, use_pip, monkeypatch):
-    calls = use_pip(program="import time; time.sleep(60)")
+    calls = use_pip(program="import time; time.sleep(600)")
 
     def interrupt(seconds):
         raise KeyboardInterrupt
@@ -192,7 +192,7 @@ def test_two_at_once(cache, use_pip, monkeypatch):
     real_replace = os.replace
 
     def replace(source, target):
-        barrier.wait(timeout=30)  # so that both have extracted before either renames
+        barrier.wait(timeout=300)  # so that both have extracted before either renames
         sizes.add(Path(target).stat().st_size if Path(target).exists() else None)
         real_replace(source, target)
 
