@@ -26,8 +26,7 @@ from dataclasses import dataclass
 
 from nanovllm.bench.workloads import Item
 from nanovllm.hardware.roofline import Work
-from nanovllm.model_config import ModelConfig
-from nanovllm.model_families import MoeConfig
+from nanovllm.model_config import ModelConfig, MoeConfig
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import re
 
 from nanovllm.kernels import Kernels
 from nanovllm.layers.moe import SparseMLP
-from nanovllm.model_config import ModelConfig
-from nanovllm.model_families import MoeConfig
+from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.decoder import MLP, DecoderForCausalLM, DecoderLayer
 
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(0|[1-9]\d*)\.(gate|up|down)_proj\.(.*)")

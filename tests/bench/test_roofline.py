@@ -11,8 +11,7 @@ from nanovllm.bench.workload_cost import ModelShape, request_work, workload_work
 from nanovllm.bench.workloads import Item
 from nanovllm.hardware.roofline import Work, op_floor, share_of_limit
 from nanovllm.kernels.op.selection import decorated_kernels
-from nanovllm.model_config import ModelConfig
-from nanovllm.model_families import MoeConfig
+from nanovllm.model_config import ModelConfig, MoeConfig
 from tests import tiny
 
 # By hand: q 2 x 3, k and v 1 x 3: 4 x (2 x 6 + 2 x 3) = 72; gate, up, down: 3 x 4 x 6 = 72; norms 4 + 4 + 3 + 3.

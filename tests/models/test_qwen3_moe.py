@@ -10,8 +10,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import Group, split_over
 from nanovllm.engine.fast.policy import FastPolicy
-from nanovllm.model_config import ModelConfig
-from nanovllm.model_families import MoeConfig
+from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.model_presets import preset
 from nanovllm.models.registry import model_class
 from nanovllm.weights.checkpoint import locate

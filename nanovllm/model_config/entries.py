@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from nanovllm.wording import brief
+
 MAX_COUNT = 2**31 - 1
 """A larger count is a damaged file."""
 
@@ -64,7 +66,7 @@ class Entries:
 
 def fail(name: str, value: Any, remedy: str) -> NoReturn:
     """Raise a ValueError. remedy: follows the name and the value."""
-    raise ValueError(f"config.json: {name}={short(value)}{remedy}")
+    raise ValueError(f"config.json: {name}={brief(value)}{remedy}")
 
 
 def is_number(value: Any) -> bool:
@@ -72,9 +74,3 @@ def is_number(value: Any) -> bool:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     return abs(value) <= sys.float_info.max  # an integer may be beyond any float; NaN is not <= anything
-
-
-def short(value: Any) -> str:
-    """The value for a message, which an integer of thousands of digits would fill."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanovllm.model_entries import Entries, fail
-from nanovllm.model_rope import RopeDefaults
+from nanovllm.model_config.entries import Entries, fail
+from nanovllm.model_config.rope import RopeDefaults
 
 Windows = Sequence["int | None"]
 """The sliding window of each layer, in tokens; None: full attention."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from nanovllm.model_entries import MAX_COUNT, fail, is_number, short
+from nanovllm.model_config.entries import MAX_COUNT, fail, is_number
+from nanovllm.wording import brief
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def read_rope(c: Mapping[str, Any], defaults: RopeDefaults) -> RopeConfig:
 
 def _contradict(old: Any, new: Any) -> NoReturn:
     raise ValueError(
-        f"config.json: rope_scaling={short(old)} and rope_parameters={short(new)} contradict each other; remove one of"
+        f"config.json: rope_scaling={brief(old)} and rope_parameters={brief(new)} contradict each other; remove one of"
         " them"
     )
 
@@ -182,7 +183,7 @@ def _check_numbers(kind: str, rope: Mapping[str, Any]) -> None:
         if not is_number(rope[name]) or rope[name] <= 0:
             fail(name, rope[name], ": must be a number above 0")
     if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
-        high = short(rope["high_freq_factor"])
+        high = brief(rope["high_freq_factor"])
         fail("low_freq_factor", rope["low_freq_factor"], f" must be below high_freq_factor={high}")
     optional = {
         "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),

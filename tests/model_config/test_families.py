@@ -2,8 +2,7 @@
 
 import pytest
 
-from nanovllm.model_config import LayerConfig, ModelConfig
-from nanovllm.model_families import FAMILIES
+from nanovllm.model_config import FAMILIES, LayerConfig, ModelConfig
 from tests import tiny
 
 BASE = dict(

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm.config import DTYPES
-from nanovllm.model_entries import Entries, fail, is_number, short
-from nanovllm.model_families import Family, MoeConfig, family_of, read_moe, rotated_layers, sparse_layers
-from nanovllm.model_rope import RopeConfig, check_head, read_rope, read_two_ropes
-
-__all__ = ["LayerConfig", "ModelConfig", "RopeConfig"]
+from nanovllm.model_config.entries import Entries, fail, is_number
+from nanovllm.model_config.families import Family, MoeConfig, family_of, read_moe, rotated_layers, sparse_layers
+from nanovllm.model_config.rope import RopeConfig, check_head, read_rope, read_two_ropes
+from nanovllm.wording import brief
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Name in a config.json -> name in `ModelConfig.activation`."""
@@ -141,7 +140,7 @@ class ModelConfig:
 def _architecture(c: Mapping[str, Any]) -> str:
     architectures = c.get("architectures") or []
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise ValueError(f"config.json: architectures={short(architectures)}; exactly one is expected")
+        raise ValueError(f"config.json: architectures={brief(architectures)}; exactly one is expected")
     if isinstance(c.get("text_config"), Mapping):
         fail("architectures", architectures, " has a text_config beside other parts; only models of text are supported")
     return architectures[0]
