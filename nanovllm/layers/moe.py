@@ -21,7 +21,7 @@ from nanovllm.layers.selected_op import FusedOp
 from nanovllm.layers.stored_matrices import Fp8Matrix
 
 
-class Router(ShardedParameters):
+class ExpertRouter(ShardedParameters):
     """x [num_tokens, hidden_size] -> logits [num_tokens, num_experts], on every rank the whole."""
 
     def __init__(self, hidden_size: int, num_experts: int, kernels: Kernels) -> None:
@@ -163,7 +163,7 @@ class SparseMLP(nn.Module):
         kernels: Kernels,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.gate = Router(hidden_size, num_experts, kernels)
+        self.gate = ExpertRouter(hidden_size, num_experts, kernels)
         self.experts = Experts(num_experts, hidden_size, intermediate_size, kernels)
         self.top_k, self.renormalise = top_k, renormalise
         self._moe_route = kernels.moe_route

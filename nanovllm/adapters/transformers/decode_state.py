@@ -87,7 +87,7 @@ def by_kernels(selection: Selection, tokens: int, gate: bool) -> Callable[[str, 
     return takes
 
 
-class DecodeState:
+class CapturedSteps:
     """The decode steps of a batch on one cache.
 
     What a step gets is copied into buffers, and all else stays where it is, so that a CUDA graph can be replayed. The
@@ -203,7 +203,7 @@ class DecodeState:
 def growing_step(
     stack: Stack, cache: Any, x: Tensor, visible: Tensor, tokens: Tensor | None, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """As `DecodeState.step`, on a cache whose tensors grow."""
+    """As `CapturedSteps.step`, on a cache whose tensors grow."""
     batch, half = x.shape[0], cos.shape[-1] // 2
     angles = torch.cat((cos[:, 0, :half], sin[:, 0, :half]), -1).float()
     rows = torch.arange(batch, device=x.device) if len(angles) == batch else visible.new_zeros(batch, dtype=torch.int64)

@@ -21,7 +21,7 @@ from torch import nn
 from nanovllm.adapters.transformers.attention import CACHES, capturing, with_plan
 from nanovllm.adapters.transformers.attention_layer import AttentionKind
 from nanovllm.adapters.transformers.decode_state import (
-    DecodeState,
+    CapturedSteps,
     Linear,
     Products,
     by_kernels,
@@ -97,7 +97,7 @@ class Stack:
         self._selection, self._silu = selection, silu
         self.captured: set[tuple[int, int, bool]] = set()
         self.num_replays = 0
-        self._states: weakref.WeakKeyDictionary[Any, DecodeState] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Any, CapturedSteps] = weakref.WeakKeyDictionary()
         self._stream: torch.cuda.Stream | None = None
         self._local, self._lock = threading.local(), threading.Lock()
 
@@ -166,10 +166,10 @@ class Stack:
         if layers and self._are(layers, StaticLayer) and width in (1, 1 + layers[0].max_cache_len):
             state = self._states.get(cache)
             if state is None or not state.current(layers, batch, width > 1):
-                if DecodeState.refused(layers, x, self):
+                if CapturedSteps.refused(layers, x, self):
                     return None
                 with torch.inference_mode(False), torch.no_grad():  # whatever later steps run in
-                    state = DecodeState(self, layers, batch, width > 1, fresh=state is None)
+                    state = CapturedSteps(self, layers, batch, width > 1, fresh=state is None)
                 self._states[cache] = state
             return state.step(x, *rest)
         if type(cache) is DynamicCache and self._are(layers, DynamicLayer):

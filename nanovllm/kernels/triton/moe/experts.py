@@ -21,7 +21,7 @@ from nanovllm.kernels.triton.moe.kernels import (
     pair_gate_up_kernel,
     sum_kernel,
 )
-from nanovllm.kernels.triton.moe.plan import BlockPlan, PairPlan, plan_blocks, plan_fp8_blocks, plan_pairs
+from nanovllm.kernels.triton.moe.plan import ExpertPlan, PairPlan, plan_blocks, plan_fp8_blocks, plan_pairs
 from nanovllm.kernels.triton.moe.sort import SortedPairs, sort_pairs
 
 reference = all_ops()["moe_experts_fp8"].native
@@ -128,7 +128,7 @@ def _by_pair(
 
 
 def _by_block(
-    x: torch.Tensor, of_weight: Scaled, pairs: SortedPairs, top_k: int, gated: bool, plan: BlockPlan
+    x: torch.Tensor, of_weight: Scaled, pairs: SortedPairs, top_k: int, gated: bool, plan: ExpertPlan
 ) -> torch.Tensor:
     """The product of each pair with its expert's weight: [pairs, outputs], as in `block_kernel`."""
     weight, scale = of_weight

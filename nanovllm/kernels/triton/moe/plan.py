@@ -1,7 +1,7 @@
 """How the products of experts are cut into programs. A plan depends on shapes alone, so a CUDA graph can hold any call.
 
 `PairPlan` has the rows that were among the fastest for Qwen3-30B-A3B on an H200 (docs/log/kernels.md). The tiles of
-`BlockPlan` are those of `product_plan` for a product of as many tokens as an expert has; no others were tried.
+`ExpertPlan` are those of `product_plan` for a product of as many tokens as an expert has; no others were tried.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PairPlan:
 
 
 @dataclass(frozen=True)
-class BlockPlan:
+class ExpertPlan:
     """For `block_kernel`: pairs of a block, rows of the weight and columns of a tile."""
 
     tokens: int
@@ -67,20 +67,20 @@ def _power(n: int, most: int) -> int:
 
 
 @cache
-def plan_blocks(num_pairs: int, num_experts: int, itemsize: int) -> BlockPlan:
+def plan_blocks(num_pairs: int, num_experts: int, itemsize: int) -> ExpertPlan:
     """The plan for pairs that are spread over the experts, a half more in a block than an expert has on average."""
     if itemsize == 4:  # on the ordinary units, with tiles in registers
-        return BlockPlan(16, 32, 32, 4, 3)
+        return ExpertPlan(16, 32, 32, 4, 3)
     tokens = min(128, max(16, next_power_of_2(cdiv(3 * num_pairs, 2 * num_experts))))
     if tokens <= 32:
-        return BlockPlan(tokens, 64, 128, 4, 4)
+        return ExpertPlan(tokens, 64, 128, 4, 4)
     if tokens == 64:
-        return BlockPlan(64, 128, 64, 4, 4)
-    return BlockPlan(128, 128, 64, 8, 3)
+        return ExpertPlan(64, 128, 64, 4, 4)
+    return ExpertPlan(128, 128, 64, 8, 3)
 
 
 @cache
-def plan_fp8_blocks(num_pairs: int, num_experts: int) -> BlockPlan:
+def plan_fp8_blocks(num_pairs: int, num_experts: int) -> ExpertPlan:
     """As `plan_blocks`, for weights that are decoded in registers: tiles of 128 columns."""
     tokens = min(64, max(16, next_power_of_2(cdiv(3 * num_pairs, 2 * num_experts))))
-    return BlockPlan(tokens, 64, 128, 4, 4 if tokens < 64 else 3)
+    return ExpertPlan(tokens, 64, 128, 4, 4 if tokens < 64 else 3)
