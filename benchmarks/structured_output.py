@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.serving import dummy_tokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.mask_thread import MaskTimes
-from nanovllm.engine.request import Request
+from nanovllm.engine.requests.request import Request
 from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.structured.mask_filler import THREADS
 from nanovllm.weights.demo_model import demo_model_path

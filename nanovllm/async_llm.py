@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.request import Request
-from nanovllm.engine.request_maker import RequestMaker
+from nanovllm.engine.requests.maker import RequestMaker
+from nanovllm.engine.requests.prompts import Prompt
+from nanovllm.engine.requests.request import Request
 from nanovllm.frontend.core_messages import (
     AbortRequest,
     EngineInfo,
@@ -30,7 +31,6 @@ from nanovllm.wording import brief
 if TYPE_CHECKING:
     from nanovllm.frontend.engine_client import EngineClient
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 __all__ = ["AsyncLLM", "EngineDeadError", "RequestFailed"]
 

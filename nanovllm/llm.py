@@ -14,15 +14,14 @@ from nanovllm.chat import AnswerPlan, ToolPlan, parse, with_constraints
 from nanovllm.chat.template import Message, chat_text, check_conversations, check_messages, described
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
+from nanovllm.engine.requests.prompts import Prompt
+from nanovllm.engine.requests.request import Request
 from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS
 from nanovllm.frontend.progress import ProgressBar
 from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wording import brief, counted
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:

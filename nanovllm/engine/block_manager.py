@@ -136,7 +136,7 @@ class BlockManager:
             hashes.append(digest.digest())
 
     def _first_parent(self, seq: Sequence) -> bytes:
-        """The hash that stands before that of the first block."""
+        """The hash that the first block's hash is chained to."""
         digest = self._keyed_hash.copy()
         if seq.cache_salt is not None:
             # The prefix byte keeps the empty salt apart from none.

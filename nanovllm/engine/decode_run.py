@@ -33,7 +33,7 @@ class DecodeRun:
         """By continuation: the sequences whose token begins a block. Each sequence is there once."""
         for seq in step.sampling:
             self._block_starts.setdefault(-seq.num_computed_tokens % blocks.block_size + 1, []).append(seq)
-        self._reserve(step.sampling)  # the host sends something anyway: the step differs from the one before it
+        self._reserve(step.sampling)  # this step differs from the last one: the host sends block tables anyway
 
     def next(self) -> ScheduledStep | None:
         """The next step of the run, or None if the scheduler has to decide something."""
@@ -46,7 +46,7 @@ class DecodeRun:
             if len(seq.block_table) * block_size == seq.num_computed_tokens:
                 grows = True
                 if not self._blocks.grow(seq, seq.num_computed_tokens + 1):
-                    return None  # a sequence has to be preempted; the ones before it keep their new blocks
+                    return None  # the scheduler has to preempt one; sequences that got blocks in this loop keep them
         for seq in step.sampling:
             seq.num_computed_tokens += 1
             seq.num_pending += 1

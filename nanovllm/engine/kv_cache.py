@@ -110,7 +110,7 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
 
 
 def available_bytes_cpu(asked: bool) -> int:
-    """Bytes that this process can still take; a share of them, unless the user `asked` for a size."""
+    """Bytes for the cache: all that this process can still take if the user `asked` for a size, else a share of it."""
     free = available_memory()
     return free if asked else int(_CPU_SHARE * free)
 

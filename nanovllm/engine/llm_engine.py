@@ -15,8 +15,8 @@ from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.interface import Ranks
 from nanovllm.engine.ranks.leader import Leader
-from nanovllm.engine.request import Completion, InboxEntry, Request
-from nanovllm.engine.request_maker import RequestMaker
+from nanovllm.engine.requests.maker import RequestMaker
+from nanovllm.engine.requests.request import Completion, InboxEntry, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
@@ -41,8 +41,8 @@ class LLMEngine:
     Threads: `make_request`, `queue` and `abort` may be called by any thread. `queue` and `abort` may also be called
     inside of a step, by a signal handler or by the garbage collector: they only append to an inbox, which the next step
     applies in order before it does anything else. One step runs at a time, a second one is an error. `StepLoop` shares
-    steps among threads that wait; a thread of its own may run them as well, and `Request.listener` tells others what
-    came of it.
+    steps among threads that wait; a dedicated thread may run them as well, and `Request.listener` tells other
+    threads about the results.
 
     With `tensor_parallel_size` above 1 each rank has such an engine (`ranks/`). An interrupt then takes effect after
     the step that it comes in, and a failure ends all ranks.

@@ -14,7 +14,7 @@ class LogitChange(NamedTuple):
     value: float = -math.inf
     """-inf bans the token."""
     after: int = -1
-    """Only if this is the sequence's last token. -1: whatever that is."""
+    """The change applies only if this is the sequence's last token. -1: it always applies."""
 
 
 class LogitRules:

@@ -78,7 +78,7 @@ class StepLimits:
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
-        """The limits that the arguments ask for, within those of the model. dtype: the model's."""
+        """The limits that the arguments ask for, lowered to those of the model. dtype: of the model."""
         longest = _bounded_len(config.max_model_len, model.max_position_embeddings, "the model's limit")
         if model.rope.is_long(longest):
             original = model.rope.original_length

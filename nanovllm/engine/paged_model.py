@@ -50,8 +50,9 @@ class PagedModel:
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Within the block the model runs its first layers alone, for calls that compile kernels: their results are not
-        read. These are at least two, and as many as hold a layer of every kind, such as one with a window.
+        """Within the block the model runs only its first layers. Use it to compile kernels: the results are wrong.
+
+        At least two layers run, and at least one of every kind, such as one with a window.
         """
         caches, kinds = self.caches, self.model.config.layers[: len(self.caches)]
         firsts = [kinds.index(kind) for kind in set(kinds)]

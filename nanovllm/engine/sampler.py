@@ -112,7 +112,7 @@ class SamplingMetadata:
     all_greedy: bool
     """On the host: every row takes its largest logit, so no randomness or filter is computed."""
     max_logprobs: int | None
-    """On the host: the most log-probabilities that any row wants besides the sampled token's; None: none wants any."""
+    """On the host: the largest `logprobs` of any row; None: no row wants log-probabilities."""
 
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], device: torch.device | str) -> SamplingMetadata:

@@ -33,8 +33,8 @@ class StepResult:
         logprobs: the log-probabilities of the same rows.
         order: [n] int64, the row of each of these parts; None: they are in order.
         device: the device that computes the step; None: where `token_ids` is.
-        check: raises if something failed on the host that the device has not waited for, so that the tokens are
-            of no use. It is called when the step has run.
+        check: called when the step has run. It raises if the tokens are invalid, since host work that the step needed
+            has failed.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StepResult:
         return token_ids
 
     def read(self) -> list[int]:
-        """`token_ids`, of use or not: afterwards, the device may write to the memory that they are in."""
+        """`token_ids` without `check`. After this call the device may overwrite the memory that holds them."""
         if self._read is None:
             if self._ready is not None:
                 self._ready.synchronize()

@@ -67,9 +67,9 @@ class MaskJob:
         if self._index and self._latest is not None:
             for constraint in self.constraints:
                 constraint.prepare()
-            with on_device(self._device):  # a thread of its own begins with the first GPU
+            with on_device(self._device):  # in a new thread the first GPU is current
                 self._tokens = self._latest.token_ids()
-        self._latest = None  # each result refers to its masks
+        self._latest = None  # a result holds its masks: else each would keep all results before it
 
     def advance(self) -> None:
         """Move the grammars on."""

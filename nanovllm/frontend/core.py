@@ -10,8 +10,7 @@ from collections.abc import Callable
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.processes import RankError
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
-from nanovllm.fair_thread import FairThread
+from nanovllm.engine.requests.request import Request
 from nanovllm.frontend.core_messages import (
     KEYS_PER_FRONT_END,
     AbortRequest,
@@ -24,6 +23,7 @@ from nanovllm.frontend.core_messages import (
     TokenLogprobs,
     completion_key,
 )
+from nanovllm.frontend.fair_thread import FairThread
 from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
@@ -34,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 class _Entry:
-    """A request of the core, and how much of each completion was told."""
+    """A request of the core, and how many tokens of each completion were sent."""
 
-    __slots__ = ("key", "request", "told", "ended")
+    __slots__ = ("key", "request", "sent", "ended")
 
     def __init__(self, key: int, request: Request) -> None:
         self.key = key
         self.request = request
-        self.told = [0] * len(request.completions)
+        self.sent = [0] * len(request.completions)
         self.ended = [False] * len(request.completions)
 
 
@@ -132,8 +132,8 @@ class EngineCore:
         refused = isinstance(error, (ValueError, TypeError))
         if not refused:
             logger.error("request %s cannot be made", name or key, exc_info=error, extra={"request_id": name})
-        told = str(error) if refused else "the engine failed when it took this request"
-        self._deliver(StepOutputs(self.stats(0.0), failed=[(key, "refused" if refused else "lost", told)]))
+        reason = str(error) if refused else "the engine failed when it took this request"
+        self._deliver(StepOutputs(self.stats(0.0), failed=[(key, "refused" if refused else "lost", reason)]))
 
     def abort(self, message: AbortRequest) -> None:
         """Called from any thread."""
@@ -203,37 +203,37 @@ class EngineCore:
         for request in grown:
             entry = by_request.get(request)
             if entry is not None:
-                self._tell_tokens(entry, outputs)
+                self._add_tokens(entry, outputs)
         if self._over:
             for key in self._over:
                 entry = self._entries.get(key)
                 if entry is not None:
-                    self._tell_ends(entry, outputs)
+                    self._add_ends(entry, outputs)
             self._over = {}
         self._deliver(outputs)
         self._last_result = time.perf_counter() if not self.engine.has_unfinished else now
 
-    def _tell_tokens(self, entry: _Entry, outputs: StepOutputs) -> None:
-        key, told = entry.key, entry.told
+    def _add_tokens(self, entry: _Entry, outputs: StepOutputs) -> None:
+        key, sent = entry.key, entry.sent
         for index, completion in enumerate(entry.request.completions):
             seq = completion.seq
-            num_told, num_output = told[index], len(seq.token_ids) - seq.prompt_len
-            if num_output == num_told:
+            num_sent, num_output = sent[index], len(seq.token_ids) - seq.prompt_len
+            if num_output == num_sent:
                 continue
             completion_id = completion_key(key, index)
-            if num_told == 0 and not any(told):
+            if num_sent == 0 and not any(sent):
                 outputs.first.append(_first(entry))
-            if num_output == num_told + 1:
+            if num_output == num_sent + 1:
                 outputs.keys.append(completion_id)
                 outputs.token_ids.append(seq.token_ids[-1])
             else:
-                outputs.keys.extend([completion_id] * (num_output - num_told))
-                outputs.token_ids.extend(seq.token_ids[num_told - num_output :])
+                outputs.keys.extend([completion_id] * (num_output - num_sent))
+                outputs.token_ids.extend(seq.token_ids[num_sent - num_output :])
             if completion.logprobs is not None:
-                outputs.logprobs.extend((completion_id, _row(row)) for row in completion.logprobs[num_told:])
-            told[index] = num_output
+                outputs.logprobs.extend((completion_id, _row(row)) for row in completion.logprobs[num_sent:])
+            sent[index] = num_output
 
-    def _tell_ends(self, entry: _Entry, outputs: StepOutputs) -> None:
+    def _add_ends(self, entry: _Entry, outputs: StepOutputs) -> None:
         request = entry.request
         if request.failure is not None:
             extra = {"request_id": request.name}
@@ -251,7 +251,7 @@ class EngineCore:
         self._forget(entry)
 
     def _fail(self, entry: _Entry, error: str, outputs: StepOutputs) -> None:
-        """End a request with an error, before its tokens of this step are told: no grammar allowed the last one."""
+        """End a request with an error, before its tokens of this step are sent: no grammar allowed the last one."""
         outputs.failed.append((entry.key, "refused", error))
         self._forget(entry)
         self.engine.abort(entry.request)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.requests.request import Completion, Request
 from nanovllm.frontend.core_messages import FirstToken, TokenLogprobs
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from nanovllm.engine.request import Request
+from nanovllm.engine.requests.request import Request
 from nanovllm.frontend.step_loop import Waiter
 
 

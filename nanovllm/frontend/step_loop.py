@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
+from nanovllm.engine.requests.request import Request
 
 logger = logging.getLogger(__name__)
 

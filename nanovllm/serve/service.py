@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.chat.template import chat_text, check_messages
-from nanovllm.engine.request import Request
-from nanovllm.fair_thread import FairThread
+from nanovllm.engine.requests.request import Request
+from nanovllm.frontend.fair_thread import FairThread
 from nanovllm.frontend.output_stream import OutputStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.admission import Admission

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanovllm.engine.detokenizer import TextDecoder
+from nanovllm.engine.requests.detokenizer import TextDecoder
 from nanovllm.outputs import Logprob
 
 Row = dict[int, Logprob]

@@ -35,19 +35,19 @@ class Filling:
 
     Args:
         fill: fills them.
-        first: called before that.
-        last: called after that, with the seconds that filling took.
+        before: called before that.
+        after: called after that, with the seconds that filling took.
         end: called at the end, whatever happened, with whether something failed.
     """
 
     def __init__(
         self,
         fill: Callable[[], object],
-        first: Callable[[], object] | None = None,
-        last: Callable[[float], object] | None = None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[float], object] | None = None,
         end: Callable[[bool], object] | None = None,
     ) -> None:
-        self._calls: Any = first, fill, last
+        self._calls: Any = before, fill, after
         self._end = end
         self._owner: dict[str, object] = {}
         """The call of `run` that does it, or `_NOBODY`. `setdefault` is atomic."""
@@ -63,9 +63,9 @@ class Filling:
         me = object()
         if self._owner.setdefault("is", me) is not me:
             return
-        first, fill, last = self._calls
+        before, fill, after = self._calls
         try:
-            self._run(first, fill, last)
+            self._run(before, fill, after)
         except BaseException as failure:
             self._failure = failure
         finally:
@@ -79,14 +79,14 @@ class Filling:
 
     def _run(
         self,
-        first: Callable[[], object] | None,
+        before: Callable[[], object] | None,
         fill: Callable[[], object],
-        last: Callable[[float], object] | None,
+        after: Callable[[float], object] | None,
     ) -> None:
         try:
             self._failed_before = True
-            if first is not None:
-                first()
+            if before is not None:
+                before()
             self._failed_before = False
         finally:
             # What waits for this needs longer to wake up than `fill` to begin with what needs no interpreter.
@@ -95,8 +95,8 @@ class Filling:
         start = time.perf_counter()
         fill()
         seconds = time.perf_counter() - start
-        if last is not None:
-            last(seconds)
+        if after is not None:
+            after(seconds)
 
     def _call_end(self) -> None:
         end, failed = self._end, self._failure is not None
@@ -106,7 +106,7 @@ class Filling:
         self._end = None
 
     def wait_begun(self) -> None:
-        """Return when `first` has returned and filling begins. It raises what `first` raised."""
+        """Return when `before` has returned and filling begins. It raises what `before` raised."""
         if not self._has_begun:
             self._begun.acquire()
             self._begun.release()
@@ -167,13 +167,13 @@ class MaskFiller:
         constraints: Sequence[TokenConstraint],
         masks: np.ndarray,
         in_thread: bool,
-        first: Callable[[], object] | None = None,
-        last: Callable[[float], object] | None = None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[float], object] | None = None,
         end: Callable[[bool], object] | None = None,
     ) -> Filling:
         """A `Filling` of these masks, to be run.
 
-        in_thread: it will run in a thread. It may move the grammars on before, in `first`. So all that it takes of the
+        in_thread: it will run in a thread. It may first move the grammars on, in `before`. So all that it takes of the
             interpreter until it fills masks comes now: then, the caller could have the interpreter.
         """
         work = self._matchers(constraints)
@@ -181,15 +181,15 @@ class MaskFiller:
         masks[:] = -1
 
         def begin() -> None:
-            if first is not None:
-                first()
+            if before is not None:
+                before()
             for k in changing:
                 i = work[k][1]
                 work[k] = constraints[i].filler, i
 
         # In a thread even one grammar is filled in one call without the interpreter: Python would wait for it.
         parallel_from = 1 if in_thread else _PARALLEL_MASKS
-        return Filling(lambda: self._fill_these(work, constraints, masks, parallel_from), begin, last, end)
+        return Filling(lambda: self._fill_these(work, constraints, masks, parallel_from), begin, after, end)
 
     def submit(self, filling: Filling) -> bool:
         """Run it in the thread, which does one after the other in order; False: there is no thread."""

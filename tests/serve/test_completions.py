@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.engine.detokenizer import TextDecoder
+from nanovllm.engine.requests.detokenizer import TextDecoder
 from nanovllm.outputs import Logprob
 from nanovllm.serve import completions
 from nanovllm.serve.token_logprobs import CompletionLogprobs

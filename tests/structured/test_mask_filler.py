@@ -75,8 +75,8 @@ def test_masks_that_are_given_up():
     def made(name):
         return Filling(
             lambda: may_end.wait(300),
-            first=lambda: calls.append(f"first {name}"),
-            last=lambda seconds: calls.append(f"last {name}"),
+            before=lambda: calls.append(f"first {name}"),
+            after=lambda seconds: calls.append(f"last {name}"),
             end=lambda failed: calls.append(f"end {name}{' failed' * failed}"),
         )
 

@@ -161,15 +161,15 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> set[StepShape]:
-        """What is captured by now."""
+        """The shapes that are captured so far."""
         return set(self._graphs)
 
     def has_model(self, shape: StepShape) -> bool:
-        """Whether the step's model is captured by now."""
+        """Whether the model of this step is captured."""
         return _model_of(shape) in self._graphs
 
     def has_masks(self, num_masks: int) -> bool:
-        """Whether applying so many masks is captured by now."""
+        """Whether there is a graph that applies this many masks."""
         return num_masks in self._mask_graphs
 
     def run(self, shape: StepShape, launch: Callable[[StepShape], object]) -> bool:
@@ -200,7 +200,7 @@ class DecodeGraphs:
         return draw is not None
 
     def constrain(self, num_masks: int, launch: Callable[[], object]) -> None:
-        """Apply so many masks to the static logits. launch: does it, with the same tensors each time."""
+        """Apply `num_masks` masks to the static logits. launch: does this, with the same tensors in every call."""
         graph = self._mask_graphs.get(num_masks)
         if graph is None:
             launch()  # it may compile a kernel, and what is done twice changes nothing

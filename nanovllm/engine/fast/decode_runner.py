@@ -24,7 +24,7 @@ from nanovllm.engine.step_result import StepResult
 class DecodeRunner:
     """One decode step after the other, over the same device buffers.
 
-    In a steady step the host replays a graph, or two, and nothing else: the tokens come to it by themselves
+    In a steady step the host only replays one or two graphs: the device writes the tokens to host memory itself
     (`TokenRing`). It sends what changed before (see `DecodeState`), and takes part in sampling only where penalties,
     banned tokens or log-probabilities are wanted.
 
@@ -32,7 +32,7 @@ class DecodeRunner:
     and values.
 
     Args:
-        masks: what the sampler has for its masks, too.
+        masks: the mask builder of the sampler.
         state: whose rows are computed.
         buckets: the batch sizes that steps are padded to; None: none is padded.
         capture_sampling: whether `Sampler.sample_op` is worth a graph; it then takes greedy rows too.
@@ -107,7 +107,7 @@ class DecodeRunner:
             self._launch_shape(shape)
 
     def _launch_shape(self, shape: StepShape) -> None:
-        """Run what a graph of this shape holds; logits between two graphs are in the static ones."""
+        """Run what a graph of this shape holds. The model writes the static logits, and sampling reads them."""
         assert self.logits is not None
         static = self.logits[: shape.rows]
         if shape.mode is None:
@@ -118,9 +118,9 @@ class DecodeRunner:
     # ---------------------------------------------------------------------------------------------- serving
 
     def launch(self, step: ScheduledStep) -> StepResult | None:
-        """Launch a step of kind DECODE or PIGGYBACKED; on CUDA this returns before it has run.
+        """Launch a step of kind DECODE or PIGGYBACKED; on CUDA this returns before the step has run.
 
-        None, with nothing done: it has more piggybacked tokens than there is room for.
+        Returns None, with nothing done, if the step has too many piggybacked tokens.
         """
         piggybacked = 0
         if step.kind is StepKind.PIGGYBACKED:
@@ -135,7 +135,7 @@ class DecodeRunner:
             raise
 
     def _piggybacked_tokens(self, step: ScheduledStep) -> int:
-        """What the piggybacked tokens of a step are padded to; 0: they are too many."""
+        """The padded number of a step's piggybacked tokens; 0: there are too many."""
         if self._piggyback is None:
             return 0
         num_tokens = sum(piece.num_tokens for piece in step.pieces)

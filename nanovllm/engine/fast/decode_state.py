@@ -3,8 +3,8 @@
 Inputs, cache addresses and sampling parameters of a row stay where they are from step to step; after sampling,
 `advance` moves every row on by one token. The host keeps a mirror of what a row holds, and sends a *row update* (one
 row's complete state) only where the two differ: a sequence came, another one took its row, or the device lacks a block
-that it needs. All row updates of a step travel in one copy from pinned memory, and with them those of all other rows
-whose block table grew (blocks are reserved ahead), so that most steps send nothing. A row without a sequence is a
+that it needs. All row updates of a step are one copy from pinned memory. If there are any, the step also sends all
+other rows whose block table grew. Blocks are reserved ahead, so most steps send nothing. A row without a sequence is a
 *padding row*: it computes one token in the padding block, and never advances.
 
 Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kernel, and is part of the captured graph.
@@ -42,8 +42,8 @@ class DecodeState:
     Args:
         paged: the model whose sequences the rows belong to. There are as many rows as sequences may run.
         advance: what moves rows on; `advance_rows` or a kernel with its arguments.
-        prefixes: keeps count of the sequences that share leading blocks; None: nothing asks for it.
-        ring: what `advance` leaves the tokens in for the host; None: the host copies them.
+        prefixes: finds the sequences that share leading blocks; None: prefix groups are off.
+        ring: host memory that `advance` writes the tokens to; None: the host copies them.
     """
 
     def __init__(
@@ -93,9 +93,7 @@ class DecodeState:
             self._positions[row] = -1
 
     def reset(self) -> None:
-        """Nothing is known of the device's rows, since a step failed: all of them are sent before they are used
-        again.
-        """
+        """Forget the mirror after a step that failed: every row is sent again before it is used."""
         self._row_of_seq_slot[:] = self._seq_slot_of_row[:] = self._positions[:] = -1
         self.num_rows = len(self._seqs)
         if self.prefixes is not None:
@@ -238,7 +236,7 @@ class DecodeState:
         return [seq for seq in self._seqs[: self.num_rows] if seq is not None]
 
     def constrained(self) -> list[ConstrainedRow]:
-        """The placed sequences with a constraint."""
+        """The placed sequences that have a constraint."""
         rows, positions, seqs = self._constrained_rows, self._positions, self._seqs
         return [ConstrainedRow(row, seq, int(positions[row]) + 1) for row in rows if (seq := seqs[row]) is not None]
 

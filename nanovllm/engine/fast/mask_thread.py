@@ -9,7 +9,7 @@ the masks, and the device's stream waits for them at a gate (`hardware/stream_ga
 4. Meanwhile the main thread launches what needs the masks: a wait at the gate, the copy of the masks
    (`StartedMasks.finish`), masking, sampling. Then it reads the step before and launches the next one.
 
-So the host's work from the tokens of a step to those of the next one is filling masks, and no launch.
+So between the tokens of one step and those of the next, the device waits only for masks, not for launches.
 
 Each wait at the gate ends, or the GPU would hang: a wait is launched after its job was given to the thread, and the
 thread opens the gate whatever the job raises. A job that the thread never began is ended by `settle`, which opens the
@@ -42,10 +42,10 @@ _STEPS_TIMED = 4096
 
 @dataclass
 class MaskTimes:
-    """Seconds that a step's masks took: those of the thread that makes them, and what the caller waited for it."""
+    """Seconds that a step's masks took: of the thread that makes them, and of the caller that waits for it."""
 
     wait: float = 0.0
-    """For the tokens of the step before: the device is behind, and nothing is lost."""
+    """For the tokens of the step before. The device computes meanwhile, so this time is not lost."""
     advance: float = 0.0
     """Moving the grammars on by these tokens."""
     fill: float = 0.0
@@ -161,8 +161,9 @@ class _Buffers:
         return numbers.view(torch.int64), masks.view(self._max_rows, self.num_words)
 
     def next(self) -> tuple[_Buffer, int]:
-        """The buffer to be written, and what the gate opens for when it is; waits until the device has read what it
-        held.
+        """The buffer for the next masks, and the value that the gate opens for when they are there.
+
+        It waits until the device has copied the masks that the buffer held.
         """
         buffer = self._host[0]
         if buffer.filling is not None:
@@ -181,7 +182,7 @@ class _Buffers:
                 buffer.filling = None
 
     def send(self, buffer: _Buffer, count: int) -> TokenMasks:
-        """Launch the copy of the first `count` masks. What it returns is the same for each step with so many."""
+        """Launch the copy of the first `count` masks. It returns the same tensors in every step with this count."""
         key = id(buffer), count
         if key not in self._copies:
             size = 2 * self._max_rows + count * self.num_words

@@ -1,8 +1,8 @@
 """Runs of tokens of several sequences, padded to a shape that a CUDA graph can have, in static tensors.
 
 Padding tokens are one more run, an ordinary sequence whose blocks are all the padding block; the sequences that are
-missing are empty runs. So no kernel has a special case for padding, nothing that it writes is ever read by anyone else,
-and its rows are as finite as all others.
+missing are empty runs. So no kernel has a special case for padding, no sequence reads what padding writes, and the rows
+of padding are finite.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PaddedInputs(NamedTuple):
     tokens: torch.Tensor
     """[3, num_tokens] int64: token ids, positions, kv_slots, as in `Batch`."""
     logits_rows: torch.Tensor
-    """[num_seqs] int64: the rows whose logits are wanted, and then row 0."""
+    """[num_seqs] int64: the rows whose logits are wanted; padded with row 0."""
     context_lens: torch.Tensor
     """[num_runs] int32."""
     cu_seqlens_q: torch.Tensor
@@ -101,7 +101,7 @@ class PaddedRuns:
         self._static = torch.zeros(words, dtype=torch.int64, device=paged.device)
 
     def send(self, batch: Batch, bucket: RunsBucket) -> None:
-        """Make the static inputs those of a batch; on CUDA from pinned memory, without waiting for the copy."""
+        """Write a batch to the static inputs; on CUDA from pinned memory, without waiting for the copy."""
         on_gpu = self._static.device.type == "cuda"
         num_words = PaddedInputs.num_words(bucket, self._max_blocks)
         # The caching allocator does not hand pinned memory out again before the copy has run.

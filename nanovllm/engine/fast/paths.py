@@ -43,7 +43,7 @@ class FastPaths:
 
     Attributes:
         enabled: the paths that this engine has.
-        piggyback: what the scheduler asks how many tokens of prompts a step takes; None: as many as fit.
+        piggyback: tells the scheduler how many tokens of prompts a step takes; None: as many as fit.
         reserve_tokens_ahead: for the scheduler.
         decoder: runs decode steps over device-resident state; None: every step is built by the host.
         prefill: runs padded steps; None: none is padded.
@@ -168,9 +168,7 @@ class FastPaths:
         return None if self.prefill is None else self.prefill.launch(batch)
 
     def pad(self, batch: Batch) -> Batch:
-        """A batch for a step that runs kernel by kernel, so that kernels of the same sizes are launched again and
-        again.
-        """
+        """A batch for a step that runs kernel by kernel, with padded sizes: few sizes need few compiled kernels."""
         if not self.buckets.by_context:
             batch = replace(batch, max_context_len=self.buckets.longest)  # the bound that captured steps have
         wanted = len(batch.logits_rows)

@@ -33,7 +33,7 @@ class PromptTokens(NamedTuple):
 
 
 class PendingPrompt(NamedTuple):
-    """A prompt that is not computed, or not all of it.
+    """A prompt of which some tokens are still to be computed.
 
     Attributes:
         tokens: the tokens of its prompt that are still to be computed.
@@ -58,17 +58,17 @@ class Piggyback:
     # ------------------------------------------------------------------------------------------------ sizes of steps
 
     def padded_rows(self, num_decodes: int) -> int:
-        """Rows that this many decodes take beside piggybacked prompts."""
+        """The padded number of decode rows in a step with piggybacked prompts."""
         sizes = self.sizes
         multiple = sizes.row_multiple if num_decodes <= sizes.totals[0] else 2 * sizes.row_multiple
         return min(-(-num_decodes // multiple) * multiple, self._max_num_seqs)
 
     def room(self, rows: int, total: int) -> int:
-        """Tokens of prompts that fit into a step of `total` tokens beside `rows` rows; 0 if they are too few."""
+        """Tokens of prompts that fit into a step of `total` tokens with `rows` decode rows; 0 if they are too few."""
         return total - rows if total - rows >= self.sizes.min_tokens else 0
 
     def token_counts(self, rows: int) -> list[int]:
-        """The numbers of tokens to which the prompts beside `rows` rows may be padded, ascending."""
+        """The padded numbers of prompt tokens that a step with `rows` decode rows may have, ascending."""
         return [tokens for tokens in (self.room(rows, total) for total in self.sizes.totals) if tokens]
 
     # ------------------------------------------------------------------------------------------------ for the scheduler

@@ -105,7 +105,7 @@ class PrefixGroups:
         self.groups: Sequence[PrefixGroup] = ()
         """The groups of the placed rows, whether they are used or not."""
         self.worthwhile = False
-        """Whether the next step attends to shared blocks once; only then are the tensors those of this step."""
+        """Whether the next step uses the groups. If not, `tensors` is out of date."""
 
     def set_table(self, row: int, blocks: np.ndarray) -> None:
         """The row has these blocks in its table."""
@@ -114,7 +114,7 @@ class PrefixGroups:
     def update(self, num_rows: int, positions: np.ndarray) -> None:
         """The first `num_rows` rows have other sequences; they compute the tokens at `positions` next.
 
-        Only blocks before that of the token are shared: it is about to be written.
+        Only blocks before the token's block are shared, since the step writes to that one.
         """
         self.groups = ()
         if num_rows >= self._min_rows:
@@ -124,12 +124,12 @@ class PrefixGroups:
             self.send()
 
     def reset(self) -> None:
-        """Nothing is known of the device's tensors."""
+        """Forget the groups, and what was sent to the device."""
         self._sent[:] = -1
         self.groups, self.worthwhile = (), False
 
     def send(self) -> None:
-        """Copy the groups to the device, if they are others than there."""
+        """Copy the groups to the device, if they differ from those sent last."""
         host = torch.zeros(len(self._sent), dtype=torch.int32, pin_memory=self._device.is_cuda)
         groups, rows, lens = self._parts(host.numpy())
         place = 0

@@ -29,9 +29,9 @@ class StepShape(NamedTuple):
     rows: int
     """Sequences, padding included."""
     context: int = 0
-    """A bound on the context lengths. 0: sampling alone, of logits that are there."""
+    """A bound on the context lengths. 0: only sampling, from the static logits."""
     shared: bool = False
-    """Whether blocks that several sequences have are attended to once."""
+    """Whether attention reads blocks that several sequences share once (`prefix_groups.py`)."""
     piggybacked: int = 0
     """Tokens of prompts that are computed as well, padding included."""
     mode: SamplingMode | None = None
@@ -62,8 +62,7 @@ class DecodeBuckets:
     """The sizes that decode batches are padded to, with or without graphs, so that both compute the same thing.
 
     Args:
-        by_context: whether there are several bounds on the context lengths, for attention whose time follows from the
-            bound.
+        by_context: use several bounds on the context lengths, for attention whose time grows with the bound.
         min_shared_rows: rows from which on there are steps that attend to shared prefixes once; None: there are none.
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.step_result import StepResult
 
 DEPTH = 4
-"""More than there are steps in flight, so that no step waits for a cell."""
+"""More than the steps in flight, so that no step waits for a cell."""
 
 
 class TokenRing:

@@ -24,9 +24,11 @@ SMALL_BATCHES: tuple[tuple[int, tuple[int, ...]], ...] = (
     (100,) * 9),
     (0, (64,) * 65), (0, (1024,)),
 )  # fmt: skip
-"""(decodes, runs of tokens): runs of one token and more, alone and beside decodes, in numbers that kernels specialise
-on (1, 16) and others; as many long runs as attention has a kernel for each (`padded_count`); and 4,160 tokens, since
-from 4,096 on a product has a kernel of its own."""
+"""(number of decodes, lengths of the runs of tokens) of each batch.
+
+Triton compiles variants for the integer 1 and for multiples of 16, so the numbers of decodes and runs are 1, 16 and
+others. Attention has a kernel for each padded number of long runs (`padded_count`). One batch has 4,160 tokens, since a
+product has another kernel from 4,096 on."""
 
 
 class WarmUp:

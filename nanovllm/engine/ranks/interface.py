@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.prompts import Prompt
-from nanovllm.engine.request import InboxEntry, Request
+from nanovllm.engine.requests.prompts import CheckedPrompt
+from nanovllm.engine.requests.request import InboxEntry, Request
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.sampling_params import SamplingParams
 
@@ -29,10 +29,10 @@ class Ranks:
 
     rank = 0
     failure: str | None = None
-    """What a rank failed of: no step can run any more."""
+    """Why a rank failed, after which no step can run; None: no rank has failed."""
 
     def when_failed(self, call: Callable[[], None]) -> None:
-        """Call this, in a thread of its own, when a rank fails; an engine that has no work would not find out."""
+        """Call `call` in another thread when a rank fails, so that an engine without work finds out."""
 
     def make_on_all(self, make: Callable[[], T]) -> T:
         """What `make` returns, which is called on every rank with the group as `current_group()`."""
@@ -59,7 +59,7 @@ class RequestRecord(NamedTuple):
     """What the ranks need to make the same request."""
 
     request_id: int
-    prompt: Prompt
+    prompt: CheckedPrompt
     params: SamplingParams
     seed: int
     offline: bool
@@ -67,7 +67,7 @@ class RequestRecord(NamedTuple):
 
     @classmethod
     def of(cls, request: Request) -> RequestRecord:
-        prompt = Prompt(None, request.prompt_token_ids, request.cache_salt)
+        prompt = CheckedPrompt(None, request.prompt_token_ids, request.cache_salt)
         with_text = request.token_text is not None
         return cls(request.request_id, prompt, request.params, request.seed, request.offline, with_text)
 
@@ -104,5 +104,5 @@ class ScheduleDigest:
 
 
 def still_seconds(config: EngineConfig, device: torch.device) -> float | None:
-    """If all ranks wait for so long, they wait for ever: GPUs do. On a CPU each collective ends by itself."""
+    """If all ranks wait for this time, they hang. None: no limit, since collectives of a CPU time out by themselves."""
     return config.rank_timeout / 2 if device.type == "cuda" else None

@@ -29,7 +29,7 @@ from nanovllm.engine.ranks.interface import (
     still_seconds,
 )
 from nanovllm.engine.ranks.interrupts import interrupts_deferred
-from nanovllm.engine.request import InboxEntry
+from nanovllm.engine.requests.request import InboxEntry
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.kernels import resolve_kernels
 from nanovllm.log_format import logs_json

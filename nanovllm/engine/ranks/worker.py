@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from nanovllm.engine.llm_engine import LLMEngine  # noqa: E402
 from nanovllm.engine.ranks.follower import Follower  # noqa: E402
 from nanovllm.engine.ranks.interface import AbortRecord, still_seconds  # noqa: E402
-from nanovllm.engine.request import Request  # noqa: E402
+from nanovllm.engine.requests.request import Request  # noqa: E402
 from nanovllm.log_format import log_to_stderr  # noqa: E402
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,13 +12,17 @@ from nanovllm.foreign_arguments import CALL_ARGUMENTS
 from nanovllm.weights.token_lengths import MostCharacters, most_characters
 from nanovllm.wording import brief, counted
 
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""What a user passes: a text, token ids, or a dict with "prompt" or "prompt_token_ids", and maybe "cache_salt"."""
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 _UNCHECKED_CHARACTERS = 16
 """A text with at most this many characters for each token that fits is tokenised without a check of its length. So the
 longest token of the vocabulary need not be known."""
 
 
-class Prompt(NamedTuple):
+class CheckedPrompt(NamedTuple):
+    """A prompt that fits the model."""
+
     text: str | None
     token_ids: list[int]
     cache_salt: str | None
@@ -38,7 +42,7 @@ class PromptReader:
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
 
-    def read(self, prompt: Any, name: str) -> Prompt:
+    def read(self, prompt: Any, name: str) -> CheckedPrompt:
         """A prompt's text and token ids. name: what the user calls the prompt.
 
         Args:
@@ -66,14 +70,14 @@ class PromptReader:
                     f"{name}: cache_salt={brief(salt)}: must be a string that is not empty; or leave it out"
                 )
             if "prompt_token_ids" in prompt:
-                return Prompt(text, self._token_ids(prompt["prompt_token_ids"], name), salt)
+                return CheckedPrompt(text, self._token_ids(prompt["prompt_token_ids"], name), salt)
             prompt = text
         if not isinstance(prompt, str):
-            return Prompt(None, self._token_ids(prompt, name), salt)
+            return CheckedPrompt(None, self._token_ids(prompt, name), salt)
         token_ids = self.encode(prompt, name)
         self.check_ids(token_ids)
         self._check_length(len(token_ids))
-        return Prompt(prompt, token_ids, salt)
+        return CheckedPrompt(prompt, token_ids, salt)
 
     def encode(self, text: str, name: str, add_special_tokens: bool = True) -> list[int]:
         """The tokenizer's ids of a text; a ValueError that calls it `name` if that cannot be."""

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.prompts import PromptReader
+from nanovllm.engine.requests.prompts import PromptReader
 from nanovllm.weights.token_lengths import most_characters
 from tests import tiny
-from tests.engine.test_detokenizer import metaspace, sentencepiece
+from tests.engine.requests.test_detokenizer import metaspace, sentencepiece
 
 
 def changed(normalizer=None, pre_tokenizer=None, token=None):

@@ -79,7 +79,7 @@ class TextDecoder:
         return self.decode_whole([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token: those of `token_text`, or the token's own if it is a part of a character."""
+        """The bytes that one token stands for, which may be a part of a character."""
         if self._to_bytes is None or token_id in self._special:
             return self.token_text(token_id).encode()
         return self.bytes_of(token_id, skip_special_tokens=False)

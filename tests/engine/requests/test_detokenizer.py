@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
+from nanovllm.engine.requests.detokenizer import Detokenizer, TextDecoder
 from tests import tiny
 
 TEXTS = [

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from nanovllm.engine.detokenizer import Detokenizer, TextDecoder
 from nanovllm.engine.logit_rules import LogitRules
-from nanovllm.engine.prompts import Prompt
+from nanovllm.engine.requests.detokenizer import Detokenizer, TextDecoder
+from nanovllm.engine.requests.prompts import CheckedPrompt
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -109,7 +109,7 @@ class Request:
     def __init__(
         self,
         request_id: int,
-        prompt: Prompt,
+        prompt: CheckedPrompt,
         params: SamplingParams,
         seed: int,
         decoder: TextDecoder | None,
@@ -158,7 +158,7 @@ class Request:
         return str(self.request_id) if self.name is None else self.name
 
     def notify(self) -> None:
-        """Tell the listener that there is news."""
+        """Call the listener."""
         if self.listener is not None:
             self.listener(self)
 
@@ -192,7 +192,7 @@ class Request:
 
 
 class InboxEntry(NamedTuple):
-    """What a step does before it schedules: start a request, or abort completions of it."""
+    """What the next step does before it schedules: start a request, or abort completions of it."""
 
     request: Request
     aborted: list[Completion] | None = None

@@ -6,10 +6,10 @@ import itertools
 import random
 from typing import Any
 
-from nanovllm.engine.detokenizer import TextDecoder
 from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
-from nanovllm.engine.prompts import Prompt, PromptReader
-from nanovllm.engine.request import Request
+from nanovllm.engine.requests.detokenizer import TextDecoder
+from nanovllm.engine.requests.prompts import CheckedPrompt, PromptReader
+from nanovllm.engine.requests.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.structured.grammar_check import GrammarChecker
@@ -82,13 +82,13 @@ class RequestMaker:
     def from_checked(
         self,
         request_id: int,
-        prompt: Prompt,
+        prompt: CheckedPrompt,
         params: SamplingParams,
         seed: int,
         incremental: bool = False,
         with_text: bool = True,
     ) -> Request:
-        """A request of parts that `make` has checked. Equal parts give equal requests, in whatever process."""
+        """A request of parts that `make` has checked. Equal parts give equal requests in every process."""
         rules = None
         if params.changes_logits:
             words = bad_word_token_ids(params.bad_words or (), self._tokenizer, self._vocab_size)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from nanovllm.fair_thread import FairThread
+from nanovllm.frontend.fair_thread import FairThread
 
 
 def test_clients_take_turns_each_with_its_oldest_call():
