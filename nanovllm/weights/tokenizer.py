@@ -30,11 +30,28 @@ _QWEN2_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+_NO_LOWER, _NO_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN_SPLIT = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_NO_LOWER}*{_NO_UPPER}+|[^\r\n\p{{L}}\p{{N}}]?{_NO_LOWER}+{_NO_UPPER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SHORTENED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_SPLIT = (
+    _TEKKEN_SPLIT.replace(f"{_NO_UPPER}+|", f"{_NO_UPPER}+{_SHORTENED}|")
+    .replace(f"{_NO_UPPER}*|", f"{_NO_UPPER}*{_SHORTENED}|")
+    .replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+)
+_SPLITS = {
+    "llama3": _LLAMA3_SPLIT, "gpt-4": _LLAMA3_SPLIT, "qwen2": _QWEN2_SPLIT, "tekken": _TEKKEN_SPLIT,
+    "gpt-4o": _GPT4O_SPLIT,
+}  # fmt: skip
 
-# tokenizer.ggml.pre -> family. Absent or "default" means GPT-2's.
+# tokenizer.ggml.pre -> family, as in llama.cpp's llama-vocab.cpp. Absent or "default" means GPT-2's.
 _PRE_TOKENIZERS = {
-    "default": "gpt-2", "gpt-2": "gpt-2", "smollm": "smollm", "llama-bpe": "llama3", "llama3": "llama3",
-    "llama-v3": "llama3", "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2",
+    "default": "gpt-2", "gpt-2": "gpt-2", "mellum": "gpt-2", "smollm": "smollm", "llama-bpe": "llama3",
+    "llama3": "llama3", "llama-v3": "llama3", "falcon3": "llama3", "pixtral": "llama3", "midm-2.0": "llama3",
+    "qwen2": "qwen2", "deepseek-r1-qwen": "qwen2", "dbrx": "gpt-4", "smaug-bpe": "gpt-4", "tekken": "tekken",
+    "gpt-4o": "gpt-4o",
 }  # fmt: skip
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # tokenizer.ggml.token_type: plain, special, and merely never split
 
@@ -145,8 +162,9 @@ def _byte_level_bpe(file: GGUFFile) -> tuple[Tokenizer, bool]:
     if family is None:
         supported = ", ".join(sorted(_PRE_TOKENIZERS))
         raise file.error(f"tokenizer.ggml.pre is {pre!r}", f"supported: {supported}; or set skip_tokenizer_init=True")
-    # Llama 3 takes a word that is in the vocabulary whole, even where the merges would not arrive at it.
-    tokenizer = _bpe(file, _merges(file), ignore_merges=family == "llama3")
+    # Some take a word that is in the vocabulary whole, even where the merges would not arrive at it.
+    takes_words = family in ("llama3", "tekken")
+    tokenizer = _bpe(file, _merges(file), ignore_merges=takes_words)
     tokenizer.decoder = decoders.ByteLevel()
     if family == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -157,9 +175,9 @@ def _byte_level_bpe(file: GGUFFile) -> tuple[Tokenizer, bool]:
             [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
         )
     else:
-        split = Split(Regex(_LLAMA3_SPLIT if family == "llama3" else _QWEN2_SPLIT), "isolated")
+        split = Split(Regex(_SPLITS[family]), "isolated")
         tokenizer.pre_tokenizer = Sequence([split, ByteLevel(add_prefix_space=False, use_regex=False)])
-    return tokenizer, family == "llama3"
+    return tokenizer, takes_words
 
 
 def _sentencepiece_bpe(file: GGUFFile) -> Tokenizer:

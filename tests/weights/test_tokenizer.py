@@ -89,6 +89,20 @@ SPLITS = {
         "x.y!\n\nz": ["x", ".y", "!\n\n", "z"],
         "e\u0301": ["é"],  # normalised: NFC
     },
+    "tekken": {
+        "I'LL go": ["I", "'LL", " go"],
+        "HTTPServer iPhone ÉTÉ": ["HTTPServer", " i", "Phone", " ÉTÉ"],
+        "abc12 6": ["abc", "1", "2", " ", "6"],
+        "x.y!/\n\nz": ["x", ".y", "!/\n\n", "z"],
+        "e\u0301": ["e\u0301"],
+    },
+    "gpt-4o": {
+        "I'LL go": ["I'LL", " go"],
+        "don'ts HTTPServer iPhone": ["don't", "s", " HTTPServer", " i", "Phone"],
+        "abc12345 6": ["abc", "123", "45", " ", "6"],
+        "x.y!/\n\nz": ["x", ".y", "!/\n\n", "z"],
+        "e\u0301": ["e\u0301"],
+    },
     "smollm": {
         "I'LL go": ["I", "'", "LL", " go"],
         "abc12 6": ["abc", "1", "2", " ", "6"],
@@ -97,7 +111,10 @@ SPLITS = {
 }
 
 
-ALIASES = {"default": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+ALIASES = {
+    "default": "gpt-2", "mellum": "gpt-2", "deepseek-r1-qwen": "qwen2",
+    **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "dbrx", "smaug-bpe"), "llama-bpe"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("pre", [None, *SPLITS, *ALIASES])
@@ -119,9 +136,12 @@ def test_qwen2_splits_like_transformers_own_qwen2(tmp_path: Path) -> None:
 
 
 def test_merges_and_whole_words(tmp_path: Path) -> None:
-    """Llama 3 takes a word that the vocabulary holds; the others only what the merges lead to."""
+    """Llama 3 and Tekken take a word that the vocabulary holds; the others only what the merges lead to."""
     merges = ("a b", "c d", "b c", "ab cd", "bc d")
-    for pre, expected in (("llama-bpe", ["bcd"]), ("qwen2", ["b", "cd"])):
+    words, merged = ["bcd"], ["b", "cd"]
+    for pre, expected in (
+        ("llama-bpe", words), ("tekken", words), ("qwen2", merged), ("dbrx", merged), ("gpt-4o", merged),
+    ):  # fmt: skip
         path = byte_level(tmp_path, merges, pre=pre, add_bos_token=False)
         tokenizer = load_tokenizer(path)
         assert tokenizer.tokenize("bcd") == expected
@@ -137,6 +157,9 @@ def test_merges_and_whole_words(tmp_path: Path) -> None:
         ("gpt-2", {"add_eos_token": True}, ["a", "</s>"]),
         ("llama-bpe", {}, ["<s>", "a"]),  # llama.cpp's default for this family, and Llama 3's own
         ("llama-bpe", {"add_bos_token": False}, ["a"]),
+        ("tekken", {}, ["<s>", "a"]),
+        ("dbrx", {}, ["a"]),
+        ("gpt-4o", {}, ["a"]),
     ],
 )
 def test_framing(tmp_path: Path, pre: str, keys: dict[str, bool], expected: list[str]) -> None:
