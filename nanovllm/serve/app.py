@@ -18,6 +18,7 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http import Disconnected, Exchange, Receive, Scope, Send
 from nanovllm.serve.messages import count_tokens, error_body, messages
 from nanovllm.serve.models import detokenize, get_model, health, list_models, live, tokenize, version
+from nanovllm.serve.other_routes import instead_of
 from nanovllm.serve.responses import responses
 from nanovllm.serve.sampling import as_api_error
 from nanovllm.serve.service import Service
@@ -116,7 +117,8 @@ class App:
             if exchange.method == "OPTIONS" and self.service.options.cors_origins:
                 await exchange.answer(204, b"", [])
             elif route is None:
-                raise ApiError(404, f"there is no {exchange.path[:200]!r} here", code="not_found")
+                instead = instead_of(path[:200], ROUTES)
+                raise ApiError(404, f"there is no {exchange.path[:200]!r} here; {instead}", code="not_found")
             elif exchange.method not in route.methods:
                 allowed = " or ".join(route.methods)
                 said = f"{exchange.method[:40]} is not allowed for {path}; use {allowed}"

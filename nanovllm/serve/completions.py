@@ -58,17 +58,20 @@ def split_prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     """The prompts of a request: a text, token ids, or a list of them."""
     if isinstance(prompt, str):
         return [prompt]
-    if prompt and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+    if prompt and all(map(_is_id, prompt)):
         return [prompt]
     if not prompt or len(prompt) > MAX_PROMPTS:
         raise ApiError(400, f"prompt: {len(prompt)} prompts; pass 1 to {MAX_PROMPTS}", "prompt")
     for i, one in enumerate(prompt):
-        is_ids = isinstance(one, list) and all(isinstance(t, int) and not isinstance(t, bool) for t in one)
-        if not (isinstance(one, str) or is_ids):
-            raise ApiError(
-                400, f"prompt[{i}]={brief(one)}: must be a string or a list of token ids", "prompt"
-            )  # fmt: skip
+        if _is_id(prompt[0]) and not _is_id(one):
+            raise ApiError(400, f"prompt[{i}]={brief(one)}: must be a token id, as prompt[0] is", "prompt")
+        if not (_is_id(prompt[0]) or isinstance(one, str) or isinstance(one, list) and all(map(_is_id, one))):
+            raise ApiError(400, f"prompt[{i}]={brief(one)}: must be a string or a list of token ids", "prompt")
     return prompt
+
+
+def _is_id(token: Any) -> bool:
+    return isinstance(token, int) and not isinstance(token, bool)
 
 
 class _Choice:

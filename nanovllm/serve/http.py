@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from functools import cached_property
@@ -98,14 +99,15 @@ class Exchange:
             raise ApiError(415, f"content-type={given[:80]!r}: {remedy}")
         if (packed := self.headers.get(b"content-encoding", b"identity").lower()) != b"identity":
             raise ApiError(415, f"content-encoding: {packed.decode('latin-1'):.40}: send the body as it is")
-        body = await self.body(max_bytes, timeout)
+        body = (await self.body(max_bytes, timeout)).removeprefix(codecs.BOM_UTF8)  # which editors of Windows write
         self.body_size = len(body)
         if not body.strip():
             raise ApiError(400, "the body is empty; send a JSON object")
         try:
             decoded = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"the body is not valid JSON: {error}") from None
+            remedy = "" if _is_utf8(body) else "; encode it as UTF-8"
+            raise ApiError(400, f"the body is not valid JSON: {error}{remedy}") from None
         if not isinstance(decoded, dict):
             raise ApiError(400, "the body must be a JSON object")
         return decoded
@@ -140,6 +142,14 @@ class Exchange:
 
     async def answer_json(self, value: Any, status: int = 200, headers: Headers = ()) -> None:
         await self.answer(status, msgspec.json.encode(value), [*_JSON, *headers])
+
+
+def _is_utf8(text: bytes) -> bool:
+    """Whether it is UTF-8 without zeros; UTF-16 has them."""
+    try:
+        return b"\0" not in text and bool(text.decode())
+    except UnicodeDecodeError:
+        return False
 
 
 def _too_large(max_bytes: int) -> ApiError:

@@ -121,10 +121,13 @@ _NO_EFFECT: dict[str, tuple[Any, ...] | None] = {
     "chat_template": (), "lora_request": (), "logits_processors": ([],), "prompt_embeds": (),
     # llama.cpp's
     "n_predict": (), "n_probs": (0,), "json_schema": (), "grammar": ("",), "content": (), "cache_prompt": (True,),
-    "samplers": (), "min_keep": (0,), "mirostat": (0,), "typical_p": (1, 1.0), "top_a": (0, 0.0),
+    "messages": (), "samplers": (), "min_keep": (0,), "mirostat": (0,), "typical_p": (1, 1.0), "top_a": (0, 0.0),
     "dry_multiplier": (0, 0.0), "xtc_probability": (0, 0.0), "enable_thinking": (),
+    # Ollama's
+    "options": ({},), "think": (), "keep_alive": None, "format": ("",), "num_predict": (), "num_ctx": (),
+    "raw": (False,), "detokenize": (True,), "max_new_tokens": (), "repeat_penalty": (1, 1.0),
 }  # fmt: skip
-"""Fields of OpenAI, vLLM and llama.cpp that this server lacks, with the values that are the same as none."""
+"""Fields of OpenAI, vLLM, llama.cpp and Ollama that this server lacks, with the values that are the same as none."""
 
 _REMEDIES = {
     "use_beam_search": "beam search is not supported; use n for several completions",
@@ -154,6 +157,16 @@ _REMEDIES = {
     "n_predict": "use max_tokens",
     "n_probs": "use logprobs",
     "content": "pass a text as prompt, or a conversation as messages",
+    "messages": "send a conversation to /v1/chat/completions",
+    "options": "pass its fields beside messages, in OpenAI's names: temperature, top_p, max_tokens",
+    "think": 'pass chat_template_kwargs={"enable_thinking": ...}',
+    "format": 'pass response_format={"type": "json_object"}, or one with a JSON schema',
+    "num_predict": "use max_tokens",
+    "max_new_tokens": "use max_tokens",
+    "num_ctx": "the server's --max-model-len sets the length of the context",
+    "raw": "send the text to /v1/completions",
+    "repeat_penalty": "use repetition_penalty",
+    "detokenize": "pass return_token_ids for the tokens beside the text",
     "prompt": "send the text as a message, or to /v1/completions",
     "cache_prompt": "the prefix cache is always used; pass a cache_salt to keep prompts apart",
 } | dict.fromkeys(

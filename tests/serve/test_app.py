@@ -51,9 +51,31 @@ def test_models_version_and_health(guarded):
     assert error["message"] == "model='three': there is no such model; the server has one and org/two"
     empty = guarded.client.post("/v1/completions", content=b" \n", headers={"content-type": "application/json"})
     assert empty.status_code == 400 and empty.json()["error"]["message"] == "the body is empty; send a JSON object"
-    assert guarded.client.get("/nowhere").status_code == 404
+    byte_order = guarded.client.post(
+        "/tokenize", content=b'\xef\xbb\xbf{"prompt": "hi"}', headers={"content-type": "application/json"}
+    )
+    assert byte_order.status_code == 200 and byte_order.json()["count"] > 0
+    for text in ('{"prompt": "caf\xe9"}'.encode("latin-1"), '{"prompt": "hi"}'.encode("utf-16")):
+        answer = guarded.client.post("/tokenize", content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and answer.json()["error"]["message"].endswith("; encode it as UTF-8")
     wrong = guarded.client.get("/v1/completions")
     assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "path, instead",
+    [
+        ("/chat/completions", "use /v1/chat/completions"), ("/v1/v1/messages/", "use /v1/messages"),
+        ("/v1/chat/completion", "use /v1/chat/completions"), ("/v1/v1/chat/completions", "use /v1/chat/completions"),
+        ("/api/chat", "use /v1/chat/completions"), ("/completion", "use /v1/completions"),
+        ("/v1/embeddings", "this server generates text; embeddings"), ("/v1/audio/speech", "this server generates"),
+        ("/ping", "use /health"), ("/docs", "the routes are listed"), ("/nowhere", "the routes are listed"),
+    ],
+)  # fmt: skip
+def test_a_path_that_is_no_route_is_answered_with_what_to_use(guarded, path, instead):
+    answer = guarded.client.get(path)
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"].startswith(f"there is no {path!r} here; {instead}")
 
 
 def test_tokenize_and_detokenize(guarded, llm):

@@ -62,6 +62,10 @@ def test_a_conversation(server):
 
         assert tab.evaluate("document.documentElement.scrollWidth") <= 390
         assert all(url.startswith(server.url) for url in requests) and messages == []
+        said = [text for text in tab.locator(".message").all_inner_texts() if text]
+        tab.reload()
+        assert tab.locator(".message").all_inner_texts() == said
+        tab.click("summary")
         tab.fill("#max_tokens", "100000")
         tab.fill("#top_p", "7")
         tab.fill("#prompt", "again")
@@ -86,4 +90,18 @@ def test_a_conversation(server):
         tab.click("#send")
         tab.wait_for_selector("#send:not([hidden])")
         assert tab.locator(".message").count() == 0 and tab.evaluate("messages.length") == 0
+
+        # A server that is gone, and one that is back with another model.
+        expect(tab.locator("#model")).to_have_text("model")
+        tab.route("**/v1/chat/completions", lambda route: route.abort())
+        tab.fill("#prompt", "hello")
+        tab.click("#send")
+        expect(tab.locator(".error")).to_have_text("the server does not answer; is it running?")
+        tab.unroute("**/v1/chat/completions")
+        tab.evaluate("model = 'another'")
+        for said in ("there is no such model", "tokens/s"):
+            tab.fill("#prompt", "hello")
+            tab.click("#send")
+            expect(tab.locator("#log > :last-child")).to_contain_text(said)
+            expect(tab.locator("#send")).to_be_visible()
         browser.close()

@@ -68,6 +68,7 @@ def test_no_field_of_vllm_is_unknown(kind):
         (ChatRequest, {"logprob_token_ids": [1]}, "logprob_token_ids", "pass logprobs"),
         (ChatRequest, {"return_prompt_text": True}, "return_prompt_text", "return_token_ids"),
         (ResponsesRequest, {"previous_input_messages": [1]}, "previous_input_messages", "conversation as input"),
+        (CompletionRequest, {"messages": []}, "messages", "send a conversation to /v1/chat/completions"),
         (CompletionRequest, {"prompt": "x", "stopp": "x"}, "stopp", "did you mean 'stop'"),
     ],
 )
@@ -93,9 +94,16 @@ def test_values_that_ask_for_nothing_are_taken():
         ("min_keep", 1, "this filter is not supported; use top_k, top_p or min_p"),
         ("lora_request", {}, "LoRA is not supported; merge the adapter into the weights"),
         ("prompt", "hi", "send the text as a message, or to /v1/completions"),
+        (
+            "options",
+            {"num_ctx": 9},
+            "pass its fields beside messages, in OpenAI's names: temperature, top_p, max_tokens",
+        ),
+        ("think", True, 'pass chat_template_kwargs={"enable_thinking": ...}'),
+        ("repeat_penalty", 1.1, "use repetition_penalty"),
     ],
 )
-def test_fields_of_llama_cpp_say_what_to_send_here(name, value, remedy):
+def test_fields_of_llama_cpp_and_ollama_say_what_to_send_here(name, value, remedy):
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(ApiError) as error:
         parse({"messages": messages, name: value}, ChatRequest)
