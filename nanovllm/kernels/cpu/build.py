@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -157,6 +158,8 @@ def load_library() -> ctypes.CDLL:
             make_private(path.parent, "NANOVLLM_CACHE")
             with exclusive(path.parent):
                 if not _is_whole(path):  # else another process was faster
+                    if path.exists():
+                        logger.warning("%s is damaged: it is compiled again", path)
                     _build(path)
         except OSError as e:
             raise BuildError(
@@ -183,10 +186,7 @@ def _is_whole(path: Path) -> bool:
         content = path.read_bytes()
     except FileNotFoundError:
         return False
-    if content[-_DIGEST:] == _digest(content[:-_DIGEST]):
-        return True
-    logger.warning("%s is damaged: it is compiled again", path)
-    return False
+    return content[-_DIGEST:] == _digest(content[:-_DIGEST])
 
 
 def _digest(content: bytes) -> bytes:
@@ -194,6 +194,9 @@ def _digest(content: bytes) -> bytes:
 
 
 def _build(path: Path) -> None:
+    """Compile into a directory of its own beside the library, under the lock."""
+    for left in path.parent.glob("tmp*"):  # by a process that was killed while it compiled
+        shutil.rmtree(left, ignore_errors=True)
     if shutil.disk_usage(path.parent).free < _SPACE:  # compilers fail in strange ways, or write half a file
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     text = "compiling the C++ kernels for this processor, once; it takes 10 s on two idle cores"
@@ -209,20 +212,30 @@ def _build(path: Path) -> None:
 def compile_library(directory: Path, flags: Sequence[str], link_flags: Sequence[str] = ()) -> Path:
     """Build the library in a directory; its path."""
     sources = [("library.cpp", 0), *(("products.cpp", part) for part in range(_PARTS))]
-    jobs, objects = [], []
-    for source, part in sources:
-        objects.append(str(directory / f"{source}{part}.o"))
-        defines = [f"-DNANOVLLM_PARTS={_PARTS}", f"-DNANOVLLM_PART={part}"]
-        jobs.append(_start([compiler(), *flags, *defines, "-c", str(_SOURCES / source), "-o", objects[-1]]))
-    for job in jobs:
-        _finish(job)
-    library = directory / "library.so"
-    _finish(_start([compiler(), "-shared", "-pthread", *link_flags, *objects, "-o", str(library)]))
+    jobs: list[subprocess.Popen[str]] = []
+    objects = []
+    try:
+        for source, part in sources:
+            objects.append(str(directory / f"{source}{part}.o"))
+            defines = [f"-DNANOVLLM_PARTS={_PARTS}", f"-DNANOVLLM_PART={part}"]
+            jobs.append(_start([compiler(), *flags, *defines, "-c", str(_SOURCES / source), "-o", objects[-1]]))
+        for job in jobs:
+            _finish(job)
+        library = directory / "library.so"
+        jobs.append(_start([compiler(), "-shared", "-pthread", *link_flags, *objects, "-o", str(library)]))
+        _finish(jobs[-1])
+    except BaseException:  # an interrupt, or one part does not compile
+        for job in jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.communicate()
+        raise
     return library
 
 
 def _start(command: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    """A compiler in a process group of its own, since it starts processes that must end with it."""
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
 def _finish(job: subprocess.Popen[str]) -> None:

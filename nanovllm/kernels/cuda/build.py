@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from nanovllm.console import announced
 
 logger = logging.getLogger(__name__)
 
@@ -171,8 +174,8 @@ def build_directory(name: str) -> Path:
 def not_private(directory: Path, variable: str = "TORCH_EXTENSIONS_DIR") -> str | None:
     """Why nothing may be loaded from a directory: another user could have put a library there. None if it is safe.
 
-    The directory and the files in it must belong to this user, and others must not be able to write to the directory,
-    nor to replace it through its parent. A directory that does not exist is private: `make_private` creates it.
+    The directory and the files in it must belong to this user, and others must not be able to write to them, nor to
+    replace the directory through its parent. A directory that does not exist is private: `make_private` creates it.
 
     Args:
         variable: the environment variable that names where libraries are.
@@ -184,14 +187,17 @@ def not_private(directory: Path, variable: str = "TORCH_EXTENSIONS_DIR") -> str 
         return None
     except OSError as e:
         return f"{directory}, which compiled libraries are loaded from, cannot be read: {e.strerror}; {remedy}"
+    mode = directory.stat().st_mode
     for path in (directory, *files):
         try:
-            owner = path.lstat().st_uid
+            status = path.lstat()
         except FileNotFoundError:  # another process has built a library and removed its own folder
             continue
-        if owner != os.geteuid():
-            return f"{path} belongs to the user with the id {owner}, not to this one ({os.geteuid()}); {remedy}"
-    if directory.stat().st_mode & 0o022:
+        if status.st_uid != os.geteuid():
+            return f"{path} belongs to the user with the id {status.st_uid}, not to this one ({os.geteuid()}); {remedy}"
+        if mode & 0o011 and stat.S_ISREG(status.st_mode) and status.st_mode & 0o022:
+            return f"other users may write to {path}, and compiled libraries are loaded from there; {remedy}"
+    if mode & 0o022:
         return f"other users may write to {directory}, which compiled libraries are loaded from; {remedy}"
     parent = directory.parent
     if parent.stat().st_mode & 0o1002 == 0o002:  # as /tmp, but without the bit that protects each user's files
@@ -236,11 +242,19 @@ def _is_built(directory: Path) -> bool:
 
 @contextmanager
 def exclusive(directory: Path) -> Iterator[None]:
-    """One process at a time; the kernel drops the lock with the process that holds it."""
+    """One process at a time; a wait is announced. The system drops the lock with the process that holds it."""
     import fcntl
 
     with open(directory / "building", "a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text, status = (
+                f"waiting for another process, which compiles kernels in {directory}",
+                "Waiting for another process, which compiles kernels ...",
+            )
+            with announced(logger, text, status):
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

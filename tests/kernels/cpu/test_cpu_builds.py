@@ -6,6 +6,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -130,7 +132,55 @@ def test_a_damaged_library_is_compiled_again(fake_compiler, caplog, keep):
     build.load_library.cache_clear()
     build.load_library()
     assert compiled_parts(fake_compiler) == 6 and path.read_bytes() == content
-    assert f"{path} is damaged: it is compiled again" in caplog.text
+    assert caplog.text.count(f"{path} is damaged: it is compiled again") == 1
+
+
+def test_what_a_killed_build_has_left_is_removed(fake_compiler):
+    left = build.library_path().parent / "tmpkilled"
+    left.mkdir(parents=True, mode=0o700)
+    (left / "library.cpp0.o").touch()
+    build.load_library()
+    assert [path.name for path in left.parent.iterdir() if path.is_dir()] == []
+
+
+def test_a_process_that_waits_for_another_says_so(fake_compiler, caplog):
+    directory = build.library_path().parent
+    directory.mkdir(parents=True, mode=0o700)
+    caplog.set_level("INFO", logger="nanovllm")
+    with ThreadPoolExecutor() as pool:
+        with build.exclusive(directory):
+            waiting = pool.submit(build.load_library)
+            wait_until(lambda: f"waiting for another process, which compiles kernels in {directory}" in caplog.text)
+        waiting.result(60)
+
+
+def test_compilers_end_with_a_build_that_fails(fake_compiler, tmp_path):
+    """What a compiler has started ends, too; the first part fails when the others are being compiled."""
+    compiler = Path(os.environ["CXX"])
+    begin = compiler.read_text().partition("for last")[0]
+    compiler.write_text(
+        f'{begin}cd {tmp_path}\ncase "$*" in *products.cpp*)\n'
+        "    sleep 100 & echo $! > $$.new; mv $$.new $$.pid; wait; exit;; esac\n"
+        "while [ $(ls *.pid | wc -l) -lt 2 ]; do sleep 0.01; done; echo no such type >&2; exit 1\n"
+    )
+    with pytest.raises(build.BuildError, match="(?s)the C.. kernels do not compile with .*no such type"):
+        build.load_library()
+    for process in [int(path.read_text()) for path in tmp_path.glob("*.pid")]:
+        wait_until(lambda process=process: not is_running(process))
+
+
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_cache_that_cannot_be_written_to_is_named(fake_compiler, monkeypatch, tmp_path):

@@ -240,6 +240,13 @@ def test_a_library_is_loaded_from_a_private_directory_only(fake_extension, monke
             build.load_library(HOPPER)
         assert said in build.cuda_support.__wrapped__(torch.device("cuda", 0))
         path.chmod(before)
+    library = directory / f"{directory.name}.so"
+    library.chmod(0o777)  # nobody else gets into the directory
+    build.load_library(HOPPER)
+    directory.chmod(0o755)
+    with pytest.raises(RuntimeError, match=f"other users may write to {library}, and .*; remove it"):
+        build.load_library(HOPPER)
+    library.chmod(0o755)
     directory.parent.chmod(0o1777)  # as /tmp is
     build.load_library(HOPPER)
     monkeypatch.setattr(build.os, "geteuid", lambda: 12345)
