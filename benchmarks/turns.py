@@ -35,7 +35,7 @@ class Peer:
     def __init__(self, label: str, command: list[str], environment: Mapping[str, str], log: Path) -> None:
         self.label, self.log = label, log
         self.failure: str | None = None
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"),
             env={**os.environ, **environment}, start_new_session=True,
         )  # fmt: skip
@@ -43,16 +43,16 @@ class Peer:
 
     def ask(self, request: Any) -> None:
         """Send a request. The reply is read by `reply`."""
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
         except BrokenPipeError:
             self._failed("it ended")
 
     def reply(self, end: float) -> Any:
         """The next reply; None: it failed, or gave none until `end`, a time of `time.perf_counter`."""
-        pipe = self._process.stdout
+        pipe = self.process.stdout
         assert pipe is not None
         while self.failure is None and b"\n" not in self._unread:
             ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.perf_counter()))
@@ -67,14 +67,14 @@ class Peer:
 
     def has_reply(self, seconds: float) -> bool:
         """Whether a reply, or the end of the process, comes within this time."""
-        return b"\n" in self._unread or bool(select.select([self._process.stdout], [], [], max(0.0, seconds))[0])
+        return b"\n" in self._unread or bool(select.select([self.process.stdout], [], [], max(0.0, seconds))[0])
 
     def pin(self, cpus: Iterable[int]) -> None:
         """Let every thread of it, and of the processes that it started, run on these CPUs only."""
         allowed = set(cpus)
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(ProcessLookupError, FileNotFoundError):  # it ended meanwhile
-                if os.getsid(int(process.name)) == self._process.pid:
+                if os.getsid(int(process.name)) == self.process.pid:
                     for thread in (process / "task").iterdir():
                         with suppress(ProcessLookupError):  # one thread that ends leaves others to be pinned
                             os.sched_setaffinity(int(thread.name), allowed)
@@ -82,10 +82,10 @@ class Peer:
     def stop(self) -> None:
         """End it and every process that it started."""
         try:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self._process.wait()
+        self.process.wait()
 
     def _failed(self, why: str) -> None:
         self.stop()

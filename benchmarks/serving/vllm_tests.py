@@ -39,14 +39,14 @@ class RemoteOpenAIServer:
     """The most that `--max-model-len` may be."""
 
     def __init__(self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any):
-        self._command = [
+        self.command = [
             sys.executable, "-m", "nanovllm", "serve", "--model", self.model_path, "--served-model-name", model,
             "--port", "0", *bounded(known_options(vllm_serve_args), self.longest),
         ]  # fmt: skip
         self._env = os.environ | (env_dict or {})
 
     def __enter__(self) -> RemoteOpenAIServer:
-        self._process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=self._env)
+        self._process = subprocess.Popen(self.command, stderr=subprocess.PIPE, text=True, env=self._env)
         assert self._process.stderr is not None
         for line in self._process.stderr:
             print(line, end="", file=sys.stderr)

@@ -89,9 +89,9 @@ def test_times_between_tokens_of_vllm(with_vllm, told, complete):
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * 4)], metrics=metrics) for _ in prompts]
 
     engine = object.__new__(with_vllm(SamplingParams=lambda **_: None).VllmEngine)
-    engine._llm = SimpleNamespace(generate=generate, llm_engine=SimpleNamespace(logger_manager=manager))
+    engine.llm = SimpleNamespace(generate=generate, llm_engine=SimpleNamespace(logger_manager=manager))
     workload = Workload("x", 1, 2, 4)
-    engine._job = Job("vllm", "", "", (workload,), options={}, max_model_len=64)
+    engine.job = Job("vllm", "", "", (workload,), options={}, max_model_len=64)
     run = engine.run(workload.draw(0, 9))
     repeat = Repeat.of(run, 2, Work())
     assert repeat.itl_p50 == pytest.approx(0.2) and (repeat.itl_p99 is not None) == complete
@@ -173,11 +173,11 @@ def sglang_engine(monkeypatch, tmp_path):
     engine = start(Job("sglang", "", str(tmp_path), (), options=options, temperature=0.0, max_model_len=128))
     yield engine
     engine.close()
-    assert not engine._engine.is_open
+    assert not engine.engine.is_open
 
 
 def test_sglang_gets_our_options_under_its_names(sglang_engine):
-    given = sglang_engine._engine.asked[0]
+    given = sglang_engine.engine.asked[0]
     assert given["max_running_requests"] == 8 and given["disable_cuda_graph"] is True
     assert given["kv_cache_dtype"] == "fp8_e4m3" and given["context_length"] == 130  # SGLang leaves two unused
     assert given["skip_tokenizer_init"] is True and given["load_format"] == "auto" and "tp_size" not in given
@@ -186,7 +186,7 @@ def test_sglang_gets_our_options_under_its_names(sglang_engine):
 def test_sglang_serves_a_closed_and_an_open_loop(sglang_engine):
     items = Workload("x", 3, 5, (2, 4)).draw(0, 50)
     run = sglang_engine.run(items)
-    prompts, params = sglang_engine._engine.asked[-1]
+    prompts, params = sglang_engine.engine.asked[-1]
     assert prompts == [list(i.prompt) for i in items]
     assert all(p == {"temperature": 0.0, "top_p": 1.0, "max_new_tokens": i.num_output, "ignore_eos": True}
                for p, i in zip(params, items))  # fmt: skip

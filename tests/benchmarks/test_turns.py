@@ -66,7 +66,7 @@ def test_one_that_ends_says_why(peer, capsys):
 def test_one_that_takes_too_long_is_stopped(peer):
     assert reply(peer, 1) is not None
     assert reply(peer, "wait", 0.2) is None and "took too long" in peer.failure
-    assert peer._process.returncode is not None
+    assert peer.process.returncode is not None
 
 
 def cpus_of_threads(process):

@@ -23,7 +23,7 @@ time.sleep(60)
 def test_a_server_that_logs_much_does_not_block(tmp_path):
     logged = tmp_path / "logged"
     server = RemoteOpenAIServer("tiny", [])
-    server._command = [sys.executable, "-c", PROGRAM, str(logged)]
+    server.command = [sys.executable, "-c", PROGRAM, str(logged)]
     with server:
         assert server.url_for("v1") == "http://127.0.0.1:1/v1"
         wait_until(logged.exists)

@@ -38,12 +38,12 @@ class SglangEngine:
         given = {theirs: job.options[ours] for ours, theirs in _OPTIONS.items() if job.options.get(ours) is not None}
         if "kv_cache_dtype" in given:
             given["kv_cache_dtype"] = _CACHE_DTYPES.get(given["kv_cache_dtype"], given["kv_cache_dtype"])
-        self._engine = sglang.Engine(
+        self.engine = sglang.Engine(
             model_path=model_directory(job, Path(self._folder.name)), skip_tokenizer_init=True,
             load_format="dummy" if job.config is not None else "auto", dtype=job.options.get("dtype") or "auto",
             context_length=job.max_model_len + _SPARE, random_seed=job.seed, **given,
         )  # fmt: skip
-        config = self._engine.tokenizer_manager.model_config
+        config = self.engine.tokenizer_manager.model_config
         self._dtype = str(config.dtype).removeprefix("torch.")
         self.config = ModelConfig.from_dict(config.hf_config.to_dict())
         self._job = job
@@ -56,9 +56,9 @@ class SglangEngine:
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
-            return self._engine.loop.run_until_complete(self._open_loop(items))
+            return self.engine.loop.run_until_complete(self._open_loop(items))
         started = time.perf_counter()
-        outputs = self._engine.generate(
+        outputs = self.engine.generate(
             input_ids=[list(item.prompt) for item in items], sampling_params=[self._params(item) for item in items]
         )
         seconds = time.perf_counter() - started
@@ -76,7 +76,7 @@ class SglangEngine:
 
         async def served(item: Item) -> RequestTimes:
             await asyncio.sleep(max(0.0, item.arrival - (time.perf_counter() - started)))
-            chunks = await self._engine.async_generate(
+            chunks = await self.engine.async_generate(
                 input_ids=list(item.prompt), sampling_params=self._params(item), stream=True
             )
             stamps: list[float] = []
@@ -90,7 +90,7 @@ class SglangEngine:
         return Run(time.perf_counter() - started, list(times))
 
     def close(self) -> None:
-        self._engine.shutdown()
+        self.engine.shutdown()
         self._folder.cleanup()
 
 

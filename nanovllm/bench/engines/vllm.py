@@ -30,34 +30,34 @@ class VllmEngine:
         os.environ["NANOVLLM_VLLM"] = self._plugin or "0"  # what `nanovllm.adapters.vllm` reads
         self._folder = tempfile.TemporaryDirectory()
         options = {name: job.options[name] for name in _OPTIONS if job.options.get(name) is not None}
-        self._llm = vllm.LLM(
+        self.llm = vllm.LLM(
             model=model_directory(job, Path(self._folder.name)), skip_tokenizer_init=True,
             load_format="dummy" if job.config is not None else "auto", dtype=job.options.get("dtype") or "auto",
             max_model_len=job.max_model_len, seed=job.seed, disable_log_stats=False, **options,
         )  # fmt: skip
         if self._plugin:
-            check_plugin(self._llm.llm_engine.vllm_config, self._plugin)
-        config = self._llm.llm_engine.model_config
+            check_plugin(self.llm.llm_engine.vllm_config, self._plugin)
+        config = self.llm.llm_engine.model_config
         self._dtype = str(config.dtype).removeprefix("torch.")
         self.config = ModelConfig.from_dict(config.hf_config.to_dict())
         self._num_requests = 0
-        self._job = job
+        self.job = job
 
     def about(self) -> dict[str, Any]:
         about = {"version": vllm.__version__, "device": torch.cuda.get_device_name(), "dtype": self._dtype}
-        return {**about, "plugin": served(self._llm.llm_engine.vllm_config)} if self._plugin else about
+        return {**about, "plugin": served(self.llm.llm_engine.vllm_config)} if self._plugin else about
 
     def quantised_weights(self, num_tokens: int) -> int:
-        return quantised_by_peer(self._job, self.config)
+        return quantised_by_peer(self.job, self.config)
 
     def run(self, items: Sequence[Item]) -> Run:
         if any(item.arrival for item in items):
             return self._run_open_loop(items)
-        params = [_sampling_params(self._job, item) for item in items]
+        params = [_sampling_params(self.job, item) for item in items]
         prompts = [{"prompt_token_ids": item.prompt} for item in items]
-        with _kept_gaps(self._llm.llm_engine) as steps:
+        with _kept_gaps(self.llm.llm_engine) as steps:
             started = time.perf_counter()
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - started
         # A release that keeps other statistics tells only each request's mean.
         each = [gap for step in steps for gap in step]
@@ -65,12 +65,12 @@ class VllmEngine:
         return Run(seconds, [_times(o) for o in outputs], each if complete else None)
 
     def _run_open_loop(self, items: Sequence[Item]) -> Run:
-        engine = self._llm.llm_engine
+        engine = self.llm.llm_engine
 
         def add(item: Item) -> str:
             name = f"bench-{self._num_requests}"
             self._num_requests += 1
-            engine.add_request(name, {"prompt_token_ids": item.prompt}, _sampling_params(self._job, item))
+            engine.add_request(name, {"prompt_token_ids": item.prompt}, _sampling_params(self.job, item))
             return name
 
         def step() -> list[tuple[str, int]]:
@@ -79,7 +79,7 @@ class VllmEngine:
         return run_open_loop(items, add, step, engine.has_unfinished_requests)
 
     def close(self) -> None:
-        del self._llm
+        del self.llm
         self._folder.cleanup()
 
 
