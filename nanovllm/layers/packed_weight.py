@@ -1,7 +1,7 @@
 """Weights that are stored in fewer bits than the model computes in, where a layer has its parameter `weight`.
 
-A `PackedWeight` is made of matrices that lie one below the other: one for a plain layer, and for a fused one (q, k, v)
-as many as its shards have forms of storage. Each matrix knows its op, such as `linear_int4`, and can be dequantised.
+A `PackedWeight` is made of matrices, one below the other. A plain layer has one. A fused layer (q, k, v) has one for
+each form of storage among its shards. Each matrix knows its op, such as `linear_int4`, and can be dequantised.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ class QuantisingOp(FusedOp):
     """An op that quantises x for a matrix of 8-bit floats, such as `linear_fp8_dynamic`.
 
     It replaces the matrix's own op, which keeps x as it is, where three things hold: a provider other than the
-    reference was selected; there are as many tokens as its `num_tokens` asks for; and it accepts the call.
+    reference was selected; the number of tokens is in the provider's `num_tokens`; and the provider accepts the call.
 
     Args:
         name: the op; None: x is never quantised.

@@ -148,7 +148,7 @@ class TokenConstraint:
         return self.broken and num_output > self._num_good
 
     def _break(self, error: str, ends_at: int) -> None:
-        """ends_at: the sequence ends when it has so many tokens."""
+        """ends_at: the number of output tokens at which the sequence ends."""
         if not self.broken:
             self._broken_error, self._num_good, self._ends_at = error, self.num_taken, ends_at
             self.broken = True  # last: another thread may look

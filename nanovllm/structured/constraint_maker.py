@@ -22,11 +22,10 @@ from nanovllm.weights.bare_tokenizer import whole_tokenizer
 _COMPILED = 128
 """Grammars that are kept compiled."""
 _MATCHERS, _MATCHERS_SECONDS = 32, 0.1
-"""A grammar gets so many matchers that share nothing, if compiling them takes at most so many seconds together. A copy
+"""Most matchers of a grammar that share nothing, and most seconds for compiling them. A copy
 (`LLMatcher.deep_copy`) shares a lock with its original: threads fill the masks of copies one after the other."""
 _MATCHERS_OF_ENGINE = 256
-"""Matchers of all grammars, from which on a grammar gets no further one: each has a lexer of its own, or
-two, of about 0.1 MiB."""
+"""No grammar gets a further matcher once all grammars have this many. A matcher has one or two lexers of 0.1 MiB."""
 _IN_STRING = r'[^"\\\x00-\x1F\x7F]'
 _LENGTHS = (
     (1, 4), (1, 2), (1, 1), (2, 2), (3, 4), (3, 3), (4, 4), (5, 8), (5, 6), (5, 5), (6, 6), (7, 8), (7, 7), (8, 8),

@@ -7,8 +7,8 @@ depends on the number of characters that are left alone, if
 - all strings of the schema are names, constants, or any text within bounds of length (`literals` says so), and
 - the string so far is the beginning of no name and of no constant: then only text of any characters can follow.
 
-So such a mask is that of the plain tokens of at most so many characters, from a table, and that of the other tokens. A
-second matcher has a vocabulary of these others alone: a few thousand, of which llguidance walks over few.
+So such a mask has two parts. A table has the mask of the plain tokens that are short enough. A second matcher, whose
+vocabulary is the few thousand other tokens, gives the mask of these: llguidance walks over few of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 NEAR = 16
-"""Characters that are left, from which on these masks are used. With more of them left llguidance walks over little."""
+"""These masks are used if at most this many characters are left. With more left, llguidance walks over few tokens."""
 PROBE = 32
 """Characters that are looked for. If there are that many, the next look is when some may have been written."""
 _PLAIN, _ASCII = r'[^"\\\x00-\x1F\x7F]', r"[ !#-\[\]-~]"

@@ -65,7 +65,7 @@ def attention_decode_shared(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """`attention_decode` of one query token a sequence, told which sequences have the same leading blocks.
+    """`attention_decode` of one query token a sequence; `shared` says which sequences have the same leading blocks.
 
     A provider can read these blocks once. With a window nothing need be shared.
 
@@ -116,7 +116,7 @@ def qk_norm_rope_attention_shared(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """`qk_norm_rope_attention`, told which sequences have the same leading blocks.
+    """`qk_norm_rope_attention`, where `shared` says which sequences have the same leading blocks.
 
     The new tokens are not among the shared ones.
 

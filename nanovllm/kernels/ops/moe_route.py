@@ -83,7 +83,7 @@ def moe_route(logits: torch.Tensor, top_k: int, renormalise: bool) -> tuple[torc
 
 
 def check_top_k(logits: torch.Tensor, top_k: int) -> None:
-    """Raise a ValueError unless there are as many experts as each token wants."""
+    """Raise a ValueError if there are fewer experts than each token wants."""
     if not 1 <= top_k <= logits.shape[1]:
         raise ValueError(
             f"moe_route: top_k: expected 1 to {logits.shape[1]}, the experts that logits has, not {top_k!r}"

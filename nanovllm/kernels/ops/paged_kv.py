@@ -45,7 +45,7 @@ class PagedKV:
 
     @property
     def longest(self) -> int:
-        """Tokens that a sequence has at most: as many as max_context_len says and block_table has room for."""
+        """A bound on the tokens of a sequence: max_context_len, and what the columns of block_table can hold."""
         return min(self.max_context_len, self.block_table.shape[1] * self.block_size)
 
     def rows(self, rows: slice) -> "PagedKV":

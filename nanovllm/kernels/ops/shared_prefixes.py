@@ -1,4 +1,4 @@
-"""What the ops that are told which sequences share leading blocks declare and check: inputs, cost, `SharedPrefixes`."""
+"""Inputs, cost and checks of the ops that take `SharedPrefixes`."""
 
 from __future__ import annotations
 

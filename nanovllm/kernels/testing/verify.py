@@ -127,7 +127,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
 
 
 def _unlike_results(got: Any, wanted: int) -> str | None:
-    """Why what a provider returned is not as many tensors as wanted, or None."""
+    """What is wrong with the number of tensors that a provider returned, or None."""
     tensors = "None" if not wanted else "a tensor" if wanted == 1 else f"a tuple of {wanted} tensors"
     if got is None:
         return None if not wanted else f"returned None instead of {tensors}: is a `return` missing?"
