@@ -10,6 +10,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -94,8 +95,9 @@ def read_headers(path: str | os.PathLike[str]) -> list[TensorHeader]:
     """
     file = open_gguf(path)
     return [
-        TensorHeader(hf_name, file.tensors[name].shape, file.tensors[name].type, True, file.path, name)
+        TensorHeader(hf_name, info.shape, info.type, True, info.path, name)
         for name, hf_name in _hf_names(file, _architecture(file)).items()
+        for info in [file.tensors[name]]
     ]
 
 
@@ -130,9 +132,10 @@ def iter_tensors(
         dequantize = _dequantizer(str(file.path))
 
     def generate() -> Iterator[tuple[str, torch.Tensor]]:
-        mapping, data = _map(file)
+        maps: dict[Path, tuple[mmap.mmap, np.ndarray]] = {}
         for name, hf_name in names.items():
             info = file.tensors[name]
+            mapping, data = maps.get(info.path) or maps.setdefault(info.path, _map(info.path))
             part = parts.get(hf_name)
             if hf_name in packed:
                 tensor = _read_blocks(data, info, part)
@@ -180,9 +183,6 @@ def _architecture(file: GGUFFile) -> str:
             f"general.architecture is {arch!r}, which is not supported",
             f"supported: {', '.join(sorted(FAMILIES))}",
         )
-    parts = file.field("split.count", int, 1)
-    if parts > 1:
-        raise file.error(f"is one of {parts} parts", "join them first with `llama-gguf-split --merge`")
     return arch
 
 
@@ -263,7 +263,7 @@ def _frequencies(file: GGUFFile, name: str, count: int) -> list[float]:
     info = file.tensors[name]
     if info.type != "F32" or info.shape != (count,):
         raise file.error(f"tensor {name!r} is {info.type} {list(info.shape)}, not F32 [{count}]")
-    factors = _read_tensor(_map(file)[1], info, None).tolist()
+    factors = _read_tensor(_map(info.path)[1], info, None).tolist()
     if not all(math.isfinite(factor) and factor > 0 for factor in factors):
         raise file.error(f"tensor {name!r} holds a factor that is not positive and finite")
     return factors
@@ -294,8 +294,8 @@ def _hf_name(file: GGUFFile, arch: str, num_layers: int, name: str) -> str:
     return f"{prefix}{module}.{kind}"
 
 
-def _map(file: GGUFFile) -> tuple[mmap.mmap, np.ndarray]:
-    with file.path.open("rb") as opened:  # copy-on-write, since torch has no read-only tensors
+def _map(path: Path) -> tuple[mmap.mmap, np.ndarray]:
+    with path.open("rb") as opened:  # copy-on-write, since torch has no read-only tensors
         mapping = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
     return mapping, np.frombuffer(mapping, np.uint8)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,23 +40,26 @@ class GGUFError(ValueError):
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: `shape` in torch order, `offset` in bytes from the start of the file."""
+    """Where a tensor lies: `shape` in torch order, `offset` in bytes from the start of the file `path`."""
 
     name: str
     type: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    path: Path
 
 
 class GGUFFile:
     """A parsed header, and the tensors' bytes mapped on demand.
 
-    path: the file. metadata: every key and value, arrays as lists. tensors: by GGUF name, in file order.
+    path: the file; of a model in several files the first. metadata: every key and value, arrays as lists. tensors: by
+    GGUF name, in file order, of all files of the model.
     Raises GGUFError for anything wrong with the file, FileNotFoundError if there is none.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], part: int = 0) -> None:
+        """part: which of the model's files it is, counted from 0; those after the first are read alone."""
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -66,6 +70,35 @@ class GGUFFile:
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
                 self._parse(_Cursor(self, view))
+        count, number = self.field("split.count", int, 1), self.field("split.no", int, 0)
+        if count > 1 and number != part:
+            first = re.sub(r"-\d{5}-of-", "-00001-of-", self.path.name)
+            remedy = f"pass the first part, {first}" if part == 0 else "download the parts again"
+            raise self.error(f"is part {number + 1} of {count}", remedy)
+        if count > 1 and part == 0:
+            self._add_parts(count)
+
+    def _add_parts(self, count: int) -> None:
+        """The tensors of the other files of a model that `llama-gguf-split` cut."""
+        stem, matched = self.path.name.removesuffix(f"-00001-of-{count:05}.gguf"), self.path.name
+        if stem == matched:
+            raise self.error(
+                f"is the first of {count} parts, but its name does not end in -00001-of-{count:05}.gguf",
+                "give the parts the names that they were published with",
+            )
+        for part in range(1, count):
+            path = self.path.with_name(f"{stem}-{part + 1:05}-of-{count:05}.gguf")
+            if not path.is_file():
+                raise self.error(f"is the first of {count} parts, and {path.name} is missing beside it", "download it")
+            other = GGUFFile(path, part)
+            if other.field("split.count", int, 1) != count:
+                raise other.error(f"is no part of {self.path.name}, which has {count}", "download the parts again")
+            if twice := self.tensors.keys() & other.tensors.keys():
+                raise other.error(f"tensor {min(twice)!r} is in an earlier part as well", "download the parts again")
+            self.tensors |= other.tensors
+        total = self.field("split.tensors.count", int, len(self.tensors))
+        if total != len(self.tensors):
+            raise self.error(f"its {count} parts hold {len(self.tensors)} tensors, split.tensors.count is {total}")
 
     def error(self, problem: str, remedy: str = "the file is damaged or incomplete: download it again") -> GGUFError:
         return GGUFError(f"{self.path}: {problem}; {remedy}")
@@ -138,7 +171,7 @@ class GGUFFile:
                 f"the file has {file_size}",
                 "download it again",
             )
-        self.tensors[name] = TensorInfo(name, type_name, shape, offset, nbytes)
+        self.tensors[name] = TensorInfo(name, type_name, shape, offset, nbytes, self.path)
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:

@@ -88,15 +88,18 @@ def write(
     tensors: dict[str, np.ndarray],
     quant: str | Callable[[str], str] = "F32",
     blocks: dict[str, np.ndarray] | None = None,
+    tensors_a_part: int = 0,
     **extra: object,
 ) -> Path:
     """A GGUF file of `tensors`; matrices are stored as `quant`, in `blocks` if those are given.
+
+    tensors_a_part: the model is cut into several files, of which the path names none; 0: into one.
 
     quant: the type of all matrices, or from a tensor's name to its type.
 
     extra: metadata under the architecture's prefix. The value's type decides how it is stored; None removes a key.
     """
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_a_part)
     keys: dict[str, object] = {
         "block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": INTER,
         "attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM,

@@ -188,7 +188,6 @@ def test_rope_frequency_factors_are_read_and_are_no_weight(tmp_path: Path) -> No
         ({"attention.head_count": 0}, r"head_count is 0"),
         ({"embedding_length": 256.0}, r"'llama\.embedding_length' is 256\.0, which is no int"),
         ({"rope.freq_base": "big"}, r"'llama\.rope\.freq_base' is 'big', which is no float"),
-        ({"split.count": 3}, r"one of 3 parts; join them first"),
     ],
 )
 def test_unsupported_metadata(tmp_path: Path, keys: dict[str, object], message: str) -> None:
