@@ -218,10 +218,10 @@ def test_unknown_tensor(tmp_path: Path) -> None:
 
 def test_unsupported_quantisation(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
-    writer.add_tensor("token_embd.weight", np.zeros((4, 54), np.uint8), raw_dtype=Q.TQ1_0)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 292), np.uint8), raw_dtype=Q.Q8_K)
     finish(writer)
     with pytest.raises(
-        GGUFError, match=r"'token_embd.weight' has ggml type 34 \(TQ1_0\).*use a file quantised as one of F32"
+        GGUFError, match=r"'token_embd.weight' has ggml type 15 \(Q8_K\).*use a file quantised as one of F32"
     ):
         ours.read_config(tmp_path / "x.gguf")
 
