@@ -22,7 +22,7 @@ from nanovllm.weights.json_file import read_json
 from nanovllm.weights.model_path import nearest, nowhere, path_of
 from nanovllm.weights.quantization import config as quantization_config
 from nanovllm.weights.quantization.rules import Quantization
-from nanovllm.weights.safetensors_files import Rename
+from nanovllm.weights.safetensors_files import SECOND_COPY, Rename
 from nanovllm.weights.text_part import text_entries, text_tensor
 
 logger = logging.getLogger(__name__)
@@ -147,11 +147,12 @@ def _from_hub(model_id: str) -> Path:
             " 'Qwen/Qwen3-0.6B'; for random ones pass load_format=\"dummy\" (to `LLM` or `nanovllm serve` only)"
         )
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    download = partial(snapshot_download, model_id, allow_patterns=patterns, ignore_patterns=[SECOND_COPY])
     try:
         try:
-            return Path(snapshot_download(model_id, allow_patterns=patterns, local_files_only=True))
+            return Path(download(local_files_only=True))
         except LocalEntryNotFoundError:
-            return Path(snapshot_download(model_id, allow_patterns=patterns))
+            return Path(download())
     except HFValidationError:
         raise FileNotFoundError(nowhere(model_id)) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as e:

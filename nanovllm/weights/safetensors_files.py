@@ -19,6 +19,9 @@ from nanovllm.wording import brief
 NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 
 
+SECOND_COPY = "consolidated*.safetensors"
+"""Files in which Mistral publishes the same weights once more, under its own names."""
+
 Rename = Callable[[str], "str | None"]
 """A tensor's name in the files -> its name in the model; None: the tensor is of a part that is left out."""
 
@@ -107,7 +110,7 @@ def _files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(path, index)
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(set(path.glob("*.safetensors")) - set(path.glob(SECOND_COPY)))
     if not files:
         pickled = [f.name for f in sorted(path.glob("*.bin")) + sorted(path.glob("*.pt"))]
         names = ", ".join(pickled)

@@ -184,9 +184,10 @@ def test_a_hub_id_comes_from_the_cache_and_only_then_from_the_network(monkeypatc
 
     calls, cached = [], []
 
-    def snapshot_download(model_id, allow_patterns, local_files_only=False):
+    def snapshot_download(model_id, allow_patterns, ignore_patterns, local_files_only=False):
         assert model_id == "someone/model"
         assert not [p for p in allow_patterns if Path(p).suffix in (".bin", ".pt", ".py", "")]
+        assert ignore_patterns == ["consolidated*.safetensors"]  # Mistral's second copy of the weights
         calls.append(local_files_only)
         if local_files_only and not cached:
             raise LocalEntryNotFoundError("nothing cached")

@@ -19,6 +19,13 @@ def test_a_safetensors_file_of_any_name_without_an_index(checkpoint):
     load(checkpoint)
 
 
+def test_a_second_copy_under_mistrals_own_names_is_not_read(checkpoint):
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, checkpoint / "consolidated.safetensors")
+    load(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    refused(checkpoint, "holds no .safetensors file")
+
+
 def test_a_damaged_file(checkpoint):
     path = checkpoint / "model.safetensors"
     content = path.read_bytes()
