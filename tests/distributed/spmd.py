@@ -15,12 +15,15 @@ from pathlib import Path
 import torch
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.endings import leave
 from nanovllm.distributed.group import SINGLE, split_over
 from nanovllm.distributed.processes import Processes, RankConnection, exit_with_parent
 from nanovllm.distributed.rendezvous import join
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.ranks.interface import Ranks
 
+DEVICE = "NANOVLLM_TEST_RANKS"
+"""The environment variable that tells the processes of a pool where they compute."""
 SECONDS = 300
 """A call of a rank, which may wait for one that is gone, ends after that time."""
 
@@ -45,21 +48,29 @@ def engine(group, directory, **arguments):
     return LLMEngine(EngineConfig(str(directory), device=str(device), **defaults | arguments), ranks=SameInputs(group))
 
 
-def barrier(group):
-    return lambda place: group[0].smallest(0, torch.device("cpu")) if group else None
+def device_of(rank):
+    """Where a rank of a pool computes: on a GPU of its own in `Pool(device="cuda")`, else on the CPU."""
+    return torch.device("cuda", rank) if os.environ.get(DEVICE) == "cuda" else torch.device("cpu")
+
+
+def barrier(group, device):
+    return lambda place: group[0].smallest(0, device) if group else None
 
 
 def joined(directory, rank, size):
-    group = []
-    made = join(Path(directory), rank, size, torch.device("cpu"), SECONDS, barrier(group))
+    group, device = [], device_of(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches there
+    made = join(Path(directory), rank, size, device, SECONDS, barrier(group, device))
     group.append(made)
     return made
 
 
 class Pool:
-    """`size` ranks, of which this process is the first."""
+    """`size` ranks, of which this process is the first, and whose sums are over processors or, with "cuda", GPUs."""
 
-    def __init__(self, size, stuck_seconds=SECONDS, still_seconds=None):
+    def __init__(self, size, stuck_seconds=SECONDS, still_seconds=None, device="cpu"):
+        os.environ[DEVICE] = device
         environment = {"OMP_NUM_THREADS": "1", "STILL_SECONDS": str(still_seconds or "")}
         self._processes = Processes(
             "tests.distributed.spmd", size, environment, lambda: None, stuck_seconds, still_seconds
@@ -89,7 +100,8 @@ class Pool:
         return result
 
     def close(self):
-        self._processes.close()
+        leave(self._processes, [group for group in self._groups.values() if group.size > 1])
+        del os.environ[DEVICE]
 
 
 def main():

@@ -247,6 +247,20 @@ def test_the_ranks_end_with_their_program(directory, end):
     assert (done.returncode == 0) == (end in ("exit", "delete")), done.stderr
 
 
+@pytest.mark.slow
+def test_a_program_goes_on_after_a_start_that_was_too_slow(directory):
+    program = (
+        "import time\nfrom nanovllm import LLM\n"
+        f"try:\n    LLM({str(directory)!r}, tensor_parallel_size=2, rank_timeout=0.05, **{ARGUMENTS})\n"
+        "except RuntimeError as error:\n    print(error)\ntime.sleep(2)\nprint('goes on')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "rank 1 did not answer for 0.05 s: it has not started; pass a larger rank_timeout" in done.stdout, (
+        done.stderr
+    )
+    assert done.stdout.endswith("goes on\n") and done.returncode == 0, done.stderr
+
+
 def test_a_program_that_cannot_be_freed_from_a_dead_rank_ends():
     program = (
         "import os, signal, time\nfrom nanovllm.distributed.processes import Processes\n"

@@ -40,6 +40,7 @@ from nanovllm.wording import counted
 logger = logging.getLogger(__name__)
 
 _STUCK_SECONDS = 20.0
+_LEAST_STUCK_SECONDS = 5.0  # to end the ranks takes up to a second, whatever rank_timeout is
 _NOT_STARTED = "it has not started; pass a larger rank_timeout if the machine is slow"
 _TIMED_OUT = "Timed out"  # Gloo's words, whose error has no type of its own
 _POSSIBLE_SIZES = range(1, 65)
@@ -74,7 +75,7 @@ class Leader(Ranks):
             abort(groups)
 
         # A CPU's collectives end by themselves after that time.
-        stuck = min(_STUCK_SECONDS, config.rank_timeout / 3)
+        stuck = max(_LEAST_STUCK_SECONDS, min(_STUCK_SECONDS, config.rank_timeout / 3))
         stuck += config.rank_timeout if device.type == "cpu" else 0
         self._processes = Processes(
             "nanovllm.engine.ranks.worker", self._size, environment, on_failure, stuck, still_seconds(config, device)

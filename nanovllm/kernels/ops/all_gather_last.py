@@ -24,5 +24,18 @@ def all_gather_last(x: torch.Tensor, length: int, group: RankGroup, out: torch.T
 
     Returns:
         [rows, length], same dtype: `out` if it is given.
+
+    Raises:
+        ValueError: the ranks have fewer columns, or `out` has another shape.
     """
+    check_gather(x, length, group, out)
     return group.all_gather_last(x, length, out)
+
+
+def check_gather(x: torch.Tensor, length: int, group: RankGroup, out: torch.Tensor | None) -> None:
+    """As `all_gather_last` raises."""
+    rows, n = x.shape
+    if not 0 <= length <= n * group.size:
+        raise ValueError(f"length={length}: must be at most {n * group.size}, {n} columns of each rank")
+    if out is not None and out.shape != (rows, length):
+        raise ValueError(f"out: expected [{rows}, {length}], got {list(out.shape)}")

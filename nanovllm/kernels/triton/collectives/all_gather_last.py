@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from nanovllm.kernels.ops.all_gather_last import check_gather
 from nanovllm.kernels.ops.all_reduce import RankGroup
 from nanovllm.kernels.triton.collectives.peer_memory import EMPTY, INTEGERS, PeerMemory, peer_memory
 from nanovllm.kernels.triton.early_start import launched_early
@@ -117,6 +118,7 @@ def all_gather_last(x: torch.Tensor, length: int, group: RankGroup, out: torch.T
 
     -0.0 becomes 0.0, which is equal to it.
     """
+    check_gather(x, length, group, out)
     places = None if group.size == 1 or not x.numel() else _places(x, group)
     if places is None:
         return group.all_gather_last(x, length, out)

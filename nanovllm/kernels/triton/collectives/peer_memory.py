@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
 import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ EMPTY = {2: -(1 << 15), 4: -(1 << 31)}
 """The bits of -0.0 as an integer, by the bytes of an element: what a place holds that awaits a value."""
 INTEGERS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
 """Integers of an element's bytes."""
+_NOTHING = "nothing"
 
 
 @dataclass(frozen=True)
@@ -45,43 +47,67 @@ def peer_memory(
         name: of the buffers, unique within the group.
     """
     made: PeerMemory | None = None
+    with ExitStack() as until_mapped:
+        try:
+            if device.type == "cuda":
+                made = _on_gpus(group, name, numel, dtype, device)
+            else:
+                made = _on_cpus(group, name, numel, dtype, until_mapped)
+            made.own.fill_(fill)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as e:
+            logger.warning("torch.distributed sums and gathers, since ranks cannot map each other's memory: %s", e)
+        # No rank goes on, and writes to another's memory, before all are filled.
+        return made if group.smallest(int(made is not None), device) else None
+
+
+def _exchanged(group: RankGroup, name: str, share: Callable[[], str]) -> list[str]:
+    """What `share` returns on each rank: how the others reach its buffer.
+
+    A rank where it raises says so to the others, which would wait for it. Raises RuntimeError: another rank did.
+    """
+    handle = ""
     try:
-        made = (_on_gpus if device.type == "cuda" else _on_cpus)(group, name, numel, dtype, device)
-        made.own.fill_(fill)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as e:
-        logger.warning("torch.distributed sums and gathers, since ranks cannot map each other's memory: %s", e)
-    # No rank goes on, and writes to another's memory, before all are filled.
-    return made if group.smallest(int(made is not None), device) else None
+        handle = share()
+    finally:
+        group.store.set(f"{name}/{group.rank}", handle or _NOTHING)
+    handles = [group.store.get(f"{name}/{rank}").decode() for rank in range(group.size)]
+    if _NOTHING in handles:
+        raise RuntimeError(f"rank {handles.index(_NOTHING)} has no memory for it")
+    return handles
 
 
 def _on_gpus(group: RankGroup, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> PeerMemory:
-    own = torch.empty(numel, dtype=dtype, device=device)
-    storage: Any = own.untyped_storage()
-    group.store.set(f"{name}/{group.rank}", repr(storage._share_cuda_()[:7]))
+    made: list[torch.Tensor] = []
+
+    def share() -> str:
+        made.append(torch.empty(numel, dtype=dtype, device=device))
+        storage: Any = made[0].untyped_storage()
+        return repr(storage._share_cuda_()[:7])
+
     opened, addresses = [], []
-    for rank in range(group.size):
+    for rank, handle in enumerate(_exchanged(group, name, share)):
         if rank == group.rank:
-            addresses.append(own.data_ptr())
+            addresses.append(made[0].data_ptr())
             continue
-        shared = ast.literal_eval(group.store.get(f"{name}/{rank}").decode())
         # Mapped for this rank's GPU, which then has access to the other's (CUDA IPC). All ranks wait for the fill.
-        peer = torch.UntypedStorage._new_shared_cuda(device.index, *shared[1:], False)  # type: ignore[attr-defined]
+        of_rank = ast.literal_eval(handle)[1:]
+        peer = torch.UntypedStorage._new_shared_cuda(device.index, *of_rank, False)  # type: ignore[attr-defined]
         opened.append(peer)
         addresses.append(peer.data_ptr())
-    return PeerMemory(own, torch.tensor(addresses, dtype=torch.int64, device=device), tuple(opened))
+    return PeerMemory(made[0], torch.tensor(addresses, dtype=torch.int64, device=device), tuple(opened))
 
 
-def _on_cpus(group: RankGroup, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> PeerMemory:
+def _on_cpus(group: RankGroup, name: str, numel: int, dtype: torch.dtype, until_mapped: ExitStack) -> PeerMemory:
     """For Triton's interpreter: files that all ranks map."""
-    nbytes = numel * dtype.itemsize
-    with tempfile.NamedTemporaryFile(delete=False) as file:
-        file.truncate(nbytes)
-    group.store.set(f"{name}/{group.rank}", file.name)
-    paths = [group.store.get(f"{name}/{rank}").decode() for rank in range(group.size)]
+
+    def share() -> str:
+        file = until_mapped.enter_context(tempfile.NamedTemporaryFile())
+        file.truncate(numel * dtype.itemsize)
+        return file.name
+
+    paths = _exchanged(group, name, share)
     buffers = [torch.from_file(path, shared=True, size=numel, dtype=dtype) for path in paths]
-    group.smallest(0, device)  # all have mapped it
-    os.unlink(file.name)
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
     return PeerMemory(buffers[group.rank], addresses, tuple(buffers))

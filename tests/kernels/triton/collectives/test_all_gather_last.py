@@ -7,13 +7,11 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("its processes share the memory of a CPU", allow_module_level=True)
 
-from nanovllm.kernels import all_gather_last
 from nanovllm.kernels.triton.collectives import all_gather_last as kernels
+from tests.distributed.gathers import gathered, wanted
 from tests.distributed.spmd import Pool
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
-FORMS = ["contiguous", "row stride", "column stride"]
-"""Of what takes a result; None: nothing is given."""
 
 
 @pytest.fixture(scope="module")
@@ -21,52 +19,6 @@ def pool():
     pool = Pool(3)
     yield pool
     pool.close()
-
-
-def columns(rank, call, rows, n, dtype):
-    """What a rank has in a call, with a row stride; some values are 0, -0, infinite or NaN."""
-    x = torch.randn(rows, n + 3, generator=torch.Generator().manual_seed(10 * call + rank))
-    x = x.mul(x.abs() > 0.3)
-    for i, value in enumerate((-0.0, torch.inf, -torch.inf, torch.nan)):
-        x.view(-1)[(7 * call + i) :: 31] = value
-    return x.to(dtype)[:, :n]
-
-
-def taking(form, rows, length, dtype):
-    """(A tensor of that form, what it lies in.)"""
-    if form == "column stride":
-        around = torch.full((length, rows), 7.0, dtype=dtype)
-        return around.T, around
-    around = torch.full((rows, length + 5 * (form == "row stride")), 7.0, dtype=dtype)
-    return around[:, :length], around
-
-
-def gathered(group, fn, dtype, n, length, sizes):
-    """The results of several calls, as integers of the bits; every form of `out` is in turn."""
-    results = []
-    fn = kernels.all_gather_last if fn == "triton" else all_gather_last.native
-    for call, rows in enumerate(sizes):
-        x = columns(group.rank, call, rows, n, dtype)
-        form = [None, *FORMS][call % 4]
-        if form is None:
-            got = fn(x, length, group)
-        else:
-            out, around = taking(form, rows, length, dtype)
-            got = fn(x, length, group, out)
-            assert got is out
-            if form == "row stride":
-                assert (around[:, length:] == 7).all(), "it wrote beyond the columns of the result"
-        assert got.dtype == dtype and got.shape == (rows, length)
-        bits = got.contiguous().view(torch.int32 if dtype == torch.float32 else torch.int16)
-        results.append(bits.tolist())
-    return results
-
-
-def wanted(fn, dtype, n, length, size, call, rows):
-    want = torch.cat([columns(rank, call, rows, n, dtype) for rank in range(size)], -1)[:, :length]
-    if fn == "triton":
-        want = torch.where(want == 0, 0.0, want).to(dtype)  # never -0
-    return want.contiguous().view(torch.int32 if dtype == torch.float32 else torch.int16).tolist()
 
 
 @pytest.mark.parametrize(
@@ -81,11 +33,8 @@ def wanted(fn, dtype, n, length, size, call, rows):
 )
 @pytest.mark.parametrize("fn", ["triton", "native"])
 def test_columns_of_many_calls(pool, fn, dtype, size, n, padding):
-    # More calls than there are turns, of more and fewer rows.
-    sizes, length = [3, 1, 5, 2, 1, 4, 4, 0, 5], size * n - padding
-    got = pool.run(size, gathered, fn, dtype, n, length, sizes)
-    for call, rows in enumerate(sizes):
-        assert got[call] == wanted(fn, dtype, n, length, size, call, rows), call
+    length = size * n - padding
+    assert pool.run(size, gathered, fn, dtype, n, length) == wanted(fn, dtype, n, length, size)
 
 
 def alternately(group):
