@@ -7,16 +7,21 @@ import signal
 import socket
 import sys
 
-import msgspec
+from nanovllm.distributed.processes import exit_with_parent
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.ranks.leader import RankError
-from nanovllm.frontend.core import EngineCore
-from nanovllm.frontend.core_messages import StepOutputs
-from nanovllm.log_format import log_to_stderr
-from nanovllm.serve.frames import CONFIG, FAILED, STEP, read_frames
-from nanovllm.serve.front_ends import FrontEnds
-from nanovllm.serve.log_setup import log_start_in_files
+if __name__ == "__main__":
+    exit_with_parent()  # a large model is loaded for minutes, and this process looks for its server only after that
+
+import msgspec  # noqa: E402
+
+from nanovllm.config import EngineConfig  # noqa: E402
+from nanovllm.engine.ranks.leader import RankError  # noqa: E402
+from nanovllm.frontend.core import EngineCore  # noqa: E402
+from nanovllm.frontend.core_messages import StepOutputs  # noqa: E402
+from nanovllm.log_format import log_to_stderr  # noqa: E402
+from nanovllm.serve.frames import CONFIG, FAILED, STEP, read_frames  # noqa: E402
+from nanovllm.serve.front_ends import FrontEnds  # noqa: E402
+from nanovllm.serve.log_setup import log_start_in_files  # noqa: E402
 
 logger = logging.getLogger(__name__)
 _LAST_WORDS_SECONDS = 5.0

@@ -4,6 +4,8 @@ import asyncio
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 
 import msgspec
@@ -134,3 +136,17 @@ def test_a_kernel_plugin_that_is_missing_is_an_error_of_the_start(model_path, tm
     plugin = str(tmp_path / "my_kernels.py")
     with pytest.raises(ValueError, match=f"kernel plugin {re.escape(plugin)}: there is no such file"):
         ProcessClient(EngineConfig(str(model_path), **SIZES, kernel_plugins=[plugin]))
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_still_loading_ends_with_its_server(model_path, tmp_path):
+    plugin, begun = tmp_path / "loads.py", tmp_path / "begun"
+    plugin.write_text(
+        f"import os, pathlib, time\npathlib.Path({str(begun)!r}).write_text(str(os.getpid()))\ntime.sleep(150)\n"
+    )
+    options = ["--kernel-plugin", plugin, "--device", "cpu", "--port", "0"]
+    server = subprocess.Popen([sys.executable, "-m", "nanovllm", "serve", model_path, *options])
+    wait_until(lambda: begun.exists() and begun.read_text(), 120)
+    server.kill()
+    server.wait()
+    wait_until(lambda: not os.path.exists(f"/proc/{begun.read_text()}"), 60)
