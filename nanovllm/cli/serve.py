@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from nanovllm.cli.serve_options import (
     RayOptions,
     ReportOptions,
 )
-from nanovllm.console import working
+from nanovllm.console import StatusLine, working
 from nanovllm.log_format import say_as_log
 from nanovllm.weights.model_path import check_model_path
+from nanovllm.wording import counted
 
 if TYPE_CHECKING:
     from socket import socket
@@ -46,8 +48,8 @@ def serve(
     """
     if ray.replicas is not None and (process.in_process or access.ssl_certfile is not None):
         raise ValueError("--replicas goes with neither --in-process nor --ssl-certfile; put a TLS proxy before it")
-    if process.api_servers > 1 and ray.replicas is not None:
-        raise ValueError(f"--api-servers {process.api_servers} is of one server; leave out --replicas")
+    if ray.replicas is not None:
+        _check_options_of_replicas(process, limits)
     if process.api_servers > 1 and limits.max_per_key is not None:
         raise ValueError("--max-per-key counts in one process; leave it out, or --api-servers")
     path, names = model.located()
@@ -65,7 +67,19 @@ def serve(
     if ray.replicas is None:
         _run(config, options, listener, process, reports)
     else:
-        _run_replicas(config, options, listener, ray)
+        _run_replicas(config, options, listener, ray, reports)
+
+
+def _check_options_of_replicas(process: ProcessOptions, limits: LimitOptions) -> None:
+    """Options of one server would have no effect, or another one."""
+    if process.api_servers > 1:
+        raise ValueError(f"--api-servers {process.api_servers} is of one server; leave out --replicas")
+    if process.restart != "always":
+        raise ValueError(f"--restart {process.restart} is of one server: Ray replaces replicas; leave out --replicas")
+    if limits.max_per_key is not None:
+        raise ValueError("--max-per-key counts in one process; leave it out, or --replicas")
+    if limits.max_connections != LimitOptions.max_connections:
+        raise ValueError("--max-connections is of one server; leave it out, or --replicas")
 
 
 def _serve_options(
@@ -123,13 +137,17 @@ def _run(
             except BaseException:
                 engine.close()
                 raise
-        if not listener.is_local and not options.api_keys:
-            logging.getLogger("nanovllm.serve").warning(
-                "the server listens at %s without a key: every client that reaches it may use it; pass --api-key",
-                listener.host,
-            )
+        _warn_without_key(listener, options)
         ready = f"{_said(options, engine, listener, sock)} (Ctrl-C ends it)"
         run(Server(engine, options, listener, siblings, lambda: _say(ready, reports.log_json)), sock, tracing)
+
+
+def _warn_without_key(listener: Listener, options: ServeOptions) -> None:
+    if not listener.is_local and not options.api_keys:
+        logging.getLogger("nanovllm.serve").warning(
+            "the server listens at %s without a key: every client that reaches it may use it; pass --api-key",
+            listener.host,
+        )
 
 
 def _say(text: str, as_json: bool) -> None:
@@ -147,19 +165,45 @@ def _said(options: ServeOptions, engine: AsyncLLM, listener: Listener, sock: soc
     return f"{options.model_names[0]} on {engine.info.device}, at {address}"
 
 
-def _run_replicas(config: EngineConfig, options: ServeOptions, listener: Listener, cluster: RayOptions) -> None:
+def _run_replicas(
+    config: EngineConfig, options: ServeOptions, listener: Listener, cluster: RayOptions, reports: ReportOptions
+) -> None:
     import torch
 
-    wanted = cluster.replica_options()
-    if cluster.ray_address is None and config.device == "auto" and not torch.cuda.is_available():
+    from nanovllm.serve.log_setup import logging_thread
+    from nanovllm.serve.ray_logs import shared_stderr
+
+    wanted = cluster.replica_options(reports)
+    is_own = cluster.ray_address is None
+    if is_own and config.device == "auto" and not torch.cuda.is_available():
         config = replace(config, device="cpu")  # else Ray would wait for GPUs
     try:
         from nanovllm.serve import ray, ray_cluster
     except ImportError as error:
         raise ValueError(str(error)) from None
-    where = f"http://{listener.host}:{listener.port}"
-    said = f"{options.model_names[0]}, {wanted.replicas} replicas, at {where} (Ctrl-C ends them)"
-    ray_cluster.run(
-        ray.application(config, options, wanted), wanted.resources(config), cluster.ray_address, listener.host,
-        listener.port, lambda: print(said, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    port = listener.port
+    if is_own:  # an address that is taken is said before Ray starts, which takes long
+        with listener.open() as sock:
+            port = sock.getsockname()[1]
+    loading = StatusLine()
+    name, as_json = options.model_names[0], reports.log_json
+    text = f"Loading {counted(wanted.replicas, 'replica')} of {name} ..."
+
+    def ready() -> None:
+        loading.clear()
+        where = f"http://{listener.host}:{port}"
+        _say(f"{name}, {counted(wanted.replicas, 'replica')}, at {where} (Ctrl-C ends them)", as_json)
+
+    level = getattr(logging, reports.log_level.upper())
+    with logging_thread(level, as_json, reports.access_log), shared_stderr() if is_own else nullcontext() as stderr:
+        _warn_without_key(listener, options)
+        if not sys.stderr.isatty():
+            _say(text, as_json)
+        loading.show(text, timed=True)
+        try:
+            ray_cluster.run(
+                ray.application(config, options, wanted, stderr, wanted.replicas), wanted.resources(config),
+                cluster.ray_address, listener.host, port, options.drain, ready,
+            )  # fmt: skip
+        finally:
+            loading.clear()

@@ -233,9 +233,10 @@ class RayOptions:
             if given:
                 raise ValueError(f"--{given[0].replace('_', '-')} needs --replicas")
 
-    def replica_options(self) -> ReplicaOptions:
+    def replica_options(self, reports: ReportOptions) -> ReplicaOptions:
         """Raises: ValueError: an option is out of range."""
         from nanovllm.serve.ray_options import ReplicaOptions
 
-        given = {name: value for name, value in vars(self).items() if name != "ray_address"}
+        given = vars(self) | vars(reports)
+        del given["ray_address"], given["metrics_prefix"]
         return ReplicaOptions(**given)

@@ -10,9 +10,11 @@ Every node must have the variables of `ENVIRONMENT` before Ray starts there.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
@@ -20,11 +22,14 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import EngineConfig
 from nanovllm.serve.app import App
 from nanovllm.serve.http import Receive, Scope, Send
+from nanovllm.serve.log_setup import logging_thread
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.prefix_index import PrefixIndex, prompt_text
 from nanovllm.serve.process_client import ProcessClient
+from nanovllm.serve.ray_logs import write_there
 from nanovllm.serve.ray_options import ReplicaOptions
 from nanovllm.serve.service import Service
+from nanovllm.serve.tracing import Tracing
 
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY": "1",
@@ -49,16 +54,31 @@ except ImportError:
 serve: Any = _serve  # its decorators have types that its own documentation does not keep to
 _STATS_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0
+_LOOK_SECONDS = 0.5
+"""Between two looks whether the requests of a replica that is to end have ended."""
 
 
 class Replica:
     """One server, without a socket of its own."""
 
-    def __init__(self, config: dict[str, Any], options: ServeOptions) -> None:
+    def __init__(
+        self, config: dict[str, Any], options: ServeOptions, replicas: ReplicaOptions, stderr: str | None
+    ) -> None:
         see_gpus_of_bundles()
+        if stderr is not None:
+            write_there(stderr)
+        level = getattr(logging, replicas.log_level.upper())
+        self._ends = ExitStack()
+        self._ends.enter_context(logging_thread(level, replicas.log_json, replicas.access_log))
         # Ray replaces the whole replica, elsewhere if it must.
-        self._engine = AsyncLLM(client=ProcessClient(EngineConfig(**config), restart=False))
+        client = ProcessClient(EngineConfig(**config), restart=False, log_level=level, log_json=replicas.log_json)
+        self._engine = AsyncLLM(client=client)
+        self._ends.callback(self._engine.close)
         self._service = Service(self._engine, options)
+        if replicas.otlp_endpoint is not None:
+            tracing = Tracing(replicas.otlp_endpoint, options.model_names[0])
+            self._service.generated = tracing.record
+            self._ends.callback(tracing.close)
 
     def __serve_build_asgi_app__(self) -> App:
         return App(self._service)
@@ -73,8 +93,8 @@ class Replica:
         return {"open": self._service.admission.num_open, "time": time.time()}
 
     def __del__(self) -> None:
-        if hasattr(self, "_engine"):
-            self._engine.close()
+        if hasattr(self, "_ends"):
+            self._ends.close()
 
 
 def see_gpus_of_bundles() -> None:
@@ -177,18 +197,31 @@ class Router:
         return RouterApp(self._replicas)
 
 
-def application(config: EngineConfig, options: ServeOptions, replicas: ReplicaOptions) -> Any:
-    """A Ray Serve application of `replicas` that serve the model of `config`."""
+def application(
+    config: EngineConfig,
+    options: ServeOptions,
+    replicas: ReplicaOptions,
+    stderr: str | None = None,
+    start_attempts: int = 20,
+) -> Any:
+    """A Ray Serve application of `replicas` that serve the model of `config`.
+
+    Args:
+        stderr: the path of a `shared_stderr`, on the machine of all replicas; None: their logs are in files of Ray.
+        start_attempts: it has failed if so many replicas could not start, and none could. Ray takes at most three for
+            each replica.
+    """
     given = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
     stats: dict[str, Any] = {"request_routing_stats_period_s": _STATS_SECONDS}
     if replicas.routing == "prefix":
         stats |= {"request_router_class": PrefixRequestRouter, "request_router_kwargs": {"slack": replicas.slack}}
     replica = serve.deployment(
         serve.ingress()(Replica), name="nanovllm", max_ongoing_requests=options.max_waiting,
+        max_constructor_retry_count=start_attempts, graceful_shutdown_wait_loop_s=_LOOK_SECONDS,
         health_check_period_s=_HEALTH_SECONDS, graceful_shutdown_timeout_s=options.drain,
         request_router_config=serve.config.RequestRouterConfig(**stats),
         **replicas.placement(config), **replicas.scaling(config),
-    ).bind(given, options)  # fmt: skip
+    ).bind(given, options, replicas, stderr)  # fmt: skip
     # A cluster does not outlive its head, so the router is best there: other nodes may be removed.
     head = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
     router = serve.deployment(

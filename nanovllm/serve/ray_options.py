@@ -8,6 +8,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 
 ROUTINGS = ("prefix", "balanced")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,15 @@ class ReplicaOptions:
     """Seconds for which requests wait before a replica is added."""
     downscale_delay: float = 600.0
     """Seconds for which a replica is not needed before it is removed."""
+    log_level: str = "warning"
+    """debug, info, warning or error. Logs are in Ray's files on each node; `nanovllm serve` on a machine of its own
+    writes them to its standard error."""
+    log_json: bool = False
+    """Write logs as JSON."""
+    access_log: bool = False
+    """Log every answer."""
+    otlp_endpoint: str | None = None
+    """Send a trace span of each request to this address."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -35,6 +45,8 @@ class ReplicaOptions:
             raise ValueError(f"max_replicas={self.max_replicas!r}: must be at least replicas={self.replicas}")
         if self.routing not in ROUTINGS:
             raise ValueError(f"routing={self.routing!r}: must be {' or '.join(ROUTINGS)}")
+        if self.log_level.lower() not in LOG_LEVELS:
+            raise ValueError(f"log_level={self.log_level!r}: must be {', '.join(LOG_LEVELS[:-1])} or {LOG_LEVELS[-1]}")
         for name in ("num_cpus", "slack", "upscale_delay", "downscale_delay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must not be negative")

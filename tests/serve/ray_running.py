@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from tests.serve.running import SIZES, wait_until
+from tests.serve.running import LONG, SIZES, wait_until
 
 # A program ends with the test's process, and Ray's processes with the program.
 _PROGRAM = "from nanovllm.distributed.processes import exit_with_parent\nexit_with_parent()\n"
@@ -68,20 +69,45 @@ class Marked:
             time.sleep(0.2)
 
 
+SLOW = """
+import os
+import time
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.kernels import embedding
+step = LLMEngine.step
+def slow_step(engine):
+    time.sleep(0.4 if os.path.exists({held!r}) else 0.01)
+    return step(engine)
+LLMEngine.step = slow_step
+@embedding.provider("slow")
+def slow(token_ids, weight):
+    return embedding.native(token_ids, weight)
+"""
+
+
+def slow_plugin(directory: Path) -> Path:
+    """A plugin. While the file `held` is in the directory, steps are so slow that no stream of 200 tokens ends before
+    anything is killed, however busy the machine.
+    """
+    plugin = directory / "slow.py"
+    plugin.write_text(SLOW.format(held=str(directory / "held")))
+    return plugin
+
+
 class Replicas:
     """A server of a tiny model, started by `nanovllm serve`."""
 
-    def __init__(self, marked: Marked, model: Path, *arguments: str, port: int | None = None) -> None:
+    def __init__(self, marked: Marked, model: Path, *arguments: str, port: int = 0) -> None:
         self._marked = marked
+        self.directory = marked.directory
         self._log = marked.directory / "log"
-        port = port or free_port()
         sizes = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
         # The kernels need not be compiled: other tests are about them.
         arguments = (f"--model={model}", f"--port={port}", "--no-use-custom-kernels", *sizes, *arguments)
-        with self._log.open("w") as log:
-            self.process = marked.start(_SERVE, "serve", *arguments, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
-        self.url = f"http://127.0.0.1:{port}"
-        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        with self._log.open("w") as log, (marked.directory / "output").open("w") as output:
+            self.process = marked.start(
+                _SERVE, "serve", *arguments, stdout=output, stderr=log, stdin=subprocess.DEVNULL
+            )
 
     def ready(self) -> Replicas:
         def answers() -> bool:
@@ -89,10 +115,14 @@ class Replicas:
             return "(Ctrl-C ends them)" in self.said()
 
         try:
-            wait_until(answers, 180)
+            wait_until(answers)
         except AssertionError:
             print(self.said())
             raise
+        self.url = re.findall(r"http://[\w.]+:\d+(?= \(Ctrl-C ends them)", self.said())[0].replace(
+            "0.0.0.0", "127.0.0.1"
+        )
+        self.client = httpx.Client(base_url=self.url, timeout=LONG, trust_env=False)
         return self
 
     def said(self) -> str:

@@ -70,6 +70,7 @@ def test_the_text_of_a_request(body, said):
     "arguments, said",
     [
         (dict(replicas=0), "replicas=0: must be at least 1"),
+        (dict(log_level="loud"), "log_level='loud': must be debug, info, warning or error"),
         (dict(replicas=3, max_replicas=2), "max_replicas=2: must be at least replicas=3"),
         (dict(slack=-1), "slack=-1: must not be negative"),
         (dict(routing="turns"), "routing='turns': must be prefix or balanced"),
@@ -103,6 +104,9 @@ def test_each_rank_of_a_replica_has_a_bundle_of_one_machine():
         (dict(routing="foo"), "--routing needs --replicas"),
         (dict(upscale_delay=3.0, max_replicas=2), "--max-replicas needs --replicas"),
         (dict(replicas=2, in_process=True), "--replicas goes with neither --in-process"),
+        (dict(replicas=2, restart="never"), "--restart never is of one server: Ray replaces replicas"),
+        (dict(replicas=2, max_per_key=3, api_key=["sk-12345678"]), "--max-per-key counts in one process"),
+        (dict(replicas=2, max_connections=50), "--max-connections is of one server"),
     ],
 )
 def test_arguments_that_do_not_go_together(arguments, said):

@@ -1,12 +1,15 @@
 """`nanovllm serve --replicas` on a Ray cluster of its own, and what it says of one that cannot serve."""
 
+import json
+import shutil
 import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.serve.ray_running import Marked, Replicas
-from tests.serve.running import wait_until
+from tests.serve.ray_running import Marked, Replicas, slow_plugin
+from tests.serve.running import LONG, wait_until
 
 pytest.importorskip("ray", reason='pip install "nanovllm[ray]"')
 pytestmark = pytest.mark.slow
@@ -36,8 +39,64 @@ def test_replicas_answer_share_prefixes_come_and_end(model_path, marked):
         assert usage[1]["prompt_tokens_details"]["cached_tokens"] >= 64
 
     replicas.process.send_signal(signal.SIGTERM)
-    assert replicas.process.wait(60) == 0
-    wait_until(lambda: not marked.pids(), 20)
+    assert replicas.process.wait(LONG) == 0
+    wait_until(lambda: not marked.pids())
+
+
+def test_keys_logs_and_an_end_under_load(model_path, marked):
+    program = "--replicas=1", "--api-key=sk-secret-1", "--log-json", "--access-log", "--drain=300"
+    plugin, held = slow_plugin(marked.directory), marked.directory / "held"
+    replicas = Replicas(marked, model_path, *program, f"--kernel-plugin={plugin}").ready()
+    body = dict(prompt="a", max_tokens=200, ignore_eos=True, stream=True)
+    assert replicas.client.post("/v1/completions", json=body).status_code == 401
+    replicas.client.headers["authorization"] = "Bearer sk-secret-1"
+    assert replicas.client.get("/v1/models").json()["data"][0]["id"] == model_path.name
+
+    def stream(begun):
+        with replicas.client.stream("POST", "/v1/completions", json=body, timeout=LONG) as answer:
+            lines = filter(None, answer.iter_lines())
+            begun.append(next(lines))
+            return list(lines)[-1]
+
+    held.touch()
+    begun = []
+    with ThreadPoolExecutor(4) as pool:
+        streams = [pool.submit(stream, begun) for _ in range(4)]
+        wait_until(lambda: len(begun) == 4)
+        replicas.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "shutting down: running requests have up to 300 seconds" in replicas.said())
+        held.unlink()
+        assert [future.result() for future in streams] == ["data: [DONE]"] * 4
+    assert replicas.process.wait(LONG) == 0
+    wait_until(lambda: not marked.pids())
+
+    logged = [json.loads(line) for line in replicas.said().splitlines()]  # each line is JSON
+    answers = [entry["message"] for entry in logged if entry["logger"] == "nanovllm.serve.access"]
+    assert sum(" 401 " in answer for answer in answers) == 1 and sum("/v1/models" in answer for answer in answers) == 1
+    assert any("weights loaded in " in entry["message"] for entry in logged)  # of the engine's process
+    assert f"{model_path.name}, 1 replica, at {replicas.url} (Ctrl-C ends them)" in {e["message"] for e in logged}
+
+
+def test_a_model_that_cannot_be_loaded(model_path, marked):
+    bad = marked.directory / "bad"
+    shutil.copytree(model_path, bad)
+    (weights,) = bad.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    replicas = Replicas(marked, bad, "--replicas=2")
+    assert replicas.process.wait(LONG) == 1
+    said = replicas.said()
+    assert f"nanovllm: the replicas cannot start: {weights} is corrupt" in said and "Traceback" not in said, said
+    wait_until(lambda: not marked.pids())
+
+
+def test_a_port_that_is_taken(model_path, marked):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        replicas = Replicas(marked, model_path, "--replicas=1", port=port)
+        assert replicas.process.wait(LONG) == 1
+    said = replicas.said()
+    assert f"nanovllm: cannot listen at 127.0.0.1:{port}: Address already in use; choose another --host or" in said
+    assert "Loading" not in said  # it is said before Ray starts
 
 
 @pytest.mark.parametrize("at", ["bin/haproxy", "ready"])
@@ -47,7 +106,7 @@ def test_nothing_outlives_the_program(model_path, marked, at):
     wait_until(lambda: marked.pids(at), 120) if at != "ready" else replicas.ready()
     replicas.process.kill()
     replicas.process.wait()
-    wait_until(lambda: not marked.pids(), 20)
+    wait_until(lambda: not marked.pids())
 
 
 def test_replicas_are_added_while_requests_wait_and_removed_later(model_path, marked):
@@ -85,9 +144,9 @@ def test_replicas_are_added_while_requests_wait_and_removed_later(model_path, ma
 )
 def test_a_cluster_that_cannot_serve(model_path, marked, arguments, said):
     replicas = Replicas(marked, model_path, *arguments)
-    assert replicas.process.wait(60) == 1
+    assert replicas.process.wait(LONG) == 1
     assert said in replicas.said()
-    wait_until(lambda: not marked.pids(), 20)
+    wait_until(lambda: not marked.pids())
 
 
 def test_a_replica_sees_the_gpus_of_all_bundles_of_its_placement_group(marked):
