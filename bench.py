@@ -175,7 +175,7 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
 
     if args.worker is not None:
         from nanovllm import LLM
-        from nanovllm.distributed.processes import exit_with_parent
+        from nanovllm.early_exit import exit_with_parent
 
         exit_with_parent()
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

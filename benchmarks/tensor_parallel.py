@@ -32,8 +32,9 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
-from nanovllm.distributed.processes import Processes, exit_with_parent
+from nanovllm.distributed.processes import Processes
 from nanovllm.distributed.rendezvous import join
+from nanovllm.early_exit import exit_with_parent
 from nanovllm.kernels import all_ops
 
 SECONDS = 60

@@ -149,7 +149,7 @@ class Started:
 
 
 if __name__ == "__main__":
-    from nanovllm.distributed.processes import exit_with_parent
+    from nanovllm.early_exit import exit_with_parent
 
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

@@ -1,4 +1,4 @@
-"""The ends of a program: Ctrl-C while it still imports its modules, and an exit that does not take PyTorch apart."""
+"""The ends of a program: Ctrl-C while it imports, an exit that does not take PyTorch apart, an end with its parent."""
 
 import atexit
 import gc
@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -77,6 +78,18 @@ _ON_THE_WAY = r"(nanovllm(\..*)?|contextlib|importlib\._bootstrap(_external)?|_f
 """Modules between an import statement and this one. Python's import functions are in those with the last names until a
 program imports `importlib`.
 """
+
+
+def exit_with_parent() -> None:
+    """End this process within a second after its parent, whatever this process waits for then."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 class QuickExit:

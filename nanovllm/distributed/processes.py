@@ -237,18 +237,6 @@ class RankConnection(Connection):
             tell_moves(lambda kind, place: self.send((kind, place)), still_seconds)
 
 
-def exit_with_parent() -> None:
-    """End this process within a second after its parent, whatever this process waits for then."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.5)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
-
-
 def _listen(state: _State) -> None:
     ranks = {connection: rank for rank, connection in enumerate(state.connections, 1)}
     next_look = 0.0

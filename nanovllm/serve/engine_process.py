@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-from nanovllm.distributed.processes import exit_with_parent
+from nanovllm.early_exit import exit_with_parent
 
 if __name__ == "__main__":
     exit_with_parent()  # a large model is loaded for minutes, and this process looks for its server only after that

@@ -17,8 +17,9 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.endings import leave
 from nanovllm.distributed.group import SINGLE, split_over
-from nanovllm.distributed.processes import Processes, RankConnection, exit_with_parent
+from nanovllm.distributed.processes import Processes, RankConnection
 from nanovllm.distributed.rendezvous import join
+from nanovllm.early_exit import exit_with_parent
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.ranks.interface import Ranks
 

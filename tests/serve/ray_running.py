@@ -19,7 +19,7 @@ import httpx
 from tests.serve.running import LONG, SIZES, wait_until
 
 # A program ends with the test's process, and Ray's processes with the program.
-_PROGRAM = "from nanovllm.distributed.processes import exit_with_parent\nexit_with_parent()\n"
+_PROGRAM = "from nanovllm.early_exit import exit_with_parent\nexit_with_parent()\n"
 _SERVE = _PROGRAM + "from nanovllm.cli import main\nmain()"
 _NODES = _PROGRAM + "from tests.serve.ray_running import run_nodes\nrun_nodes()"
 ENGINE = "nanovllm.serve.engine_process"

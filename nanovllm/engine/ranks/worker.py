@@ -11,7 +11,8 @@ import sys
 from multiprocessing.connection import Connection
 from weakref import WeakValueDictionary
 
-from nanovllm.distributed.processes import RankConnection, exit_with_parent
+from nanovllm.distributed.processes import RankConnection
+from nanovllm.early_exit import exit_with_parent
 
 if __name__ == "__main__":
     exit_with_parent()  # before the imports, which take seconds
