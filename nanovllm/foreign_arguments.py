@@ -118,7 +118,7 @@ ENGINE_ARGUMENTS = table(
     ("reasoning is found by the chat template; in Python use the parsers of nanovllm.chat", None, "reasoning_parser"
      " reasoning_parser_plugin"),
     ("reasoning is found by the chat template; leave it out", _OFF, "reasoning_config"),
-    ("the engine cannot sleep; delete the LLM, which frees its memory", _OFF, "enable_sleep_mode"),
+    ("the engine cannot sleep; close the LLM, which frees its memory", _OFF, "enable_sleep_mode"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
      " logits_processor_pattern"),
     ("the KV cache stays in the engine; leave it out", _OFF, "kv_transfer_config kv_events_config ec_transfer_config"),
@@ -246,8 +246,8 @@ METHODS = {
             "encode embed classify score reward",
         ),
         ("beam search is not supported; use SamplingParams(n=) for several completions", "beam_search"),
-        ("the engine cannot sleep; delete the LLM, which frees its memory", "sleep wake_up"),
-        ("there is none; `del llm` frees the memory if nothing else holds the LLM", "close shutdown"),
+        ("the engine cannot sleep; close the LLM, which frees its memory", "sleep wake_up"),
+        ("use close(), which frees the memory", "shutdown exit"),
         ("profiles are written by `python bench.py --profile`", "start_profile stop_profile"),
         ("a request's metrics are in `output.metrics`", "get_metrics"),
         ("there are no workers to call; kernels are replaced by kernel_plugins", "collective_rpc apply_model"),

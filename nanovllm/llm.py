@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import numbers
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.request import Request
 from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS
 from nanovllm.frontend.progress import ProgressBar
+from nanovllm.frontend.prompt_list import prompt_list
 from nanovllm.frontend.step_loop import StepLoop, Waiter
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -45,19 +45,44 @@ class LLM:
         ```
     """
 
+    _closed = False
+
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
         self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
         self._loop = StepLoop(self.engine)
         self._added: dict[int, Request] = {}
         """Requests of `add_request` that `step` has not returned yet."""
 
+    def close(self) -> None:
+        """Free the engine's memory. It waits for the calls of other threads; a stream that is open keeps the memory.
+
+        `with LLM(...) as llm:` closes the LLM at its end. To close it again does nothing.
+        """
+        if self._closed:
+            return
+        on_gpu = self._loop.between_steps(lambda: self.engine.runner.device.type == "cuda")
+        vars(self).clear()
+        self._closed = True
+        if on_gpu:
+            from torch.cuda import empty_cache  # so that other processes have it too
+
+            empty_cache()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     def __getattr__(self, name: str) -> Any:
+        if self._closed and name in ("engine", "_loop", "_added"):
+            raise RuntimeError("this LLM is closed; make a new one")
         answer = METHODS.get(name)
         raise AttributeError(f"LLM.{name}: {answer}" if answer else f"'LLM' object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         if "engine" not in vars(self):  # a debugger looks at one whose start failed
-            return "<LLM that was not started>"
+            return "<LLM that is closed>" if self._closed else "<LLM that was not started>"
         return f"<LLM {self.engine.config.model!r} on {self.device_name}>"
 
     @property
@@ -124,7 +149,7 @@ class LLM:
             KeyboardInterrupt: Ctrl-C was pressed. Its attribute `outputs` has what there is of each output.
         """
         _drop("generate", others)
-        prompts = _as_list(prompts)
+        prompts = prompt_list(prompts)
         params: Any = sampling_params
         one_each = isinstance(params, (list, tuple))
         params = list(params) if one_each else [params] * len(prompts)
@@ -232,12 +257,12 @@ class LLM:
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[str]:
-        waiter = Waiter([request])
+        waiter, engine, loop = Waiter([request]), self.engine, self._loop  # it goes on when the LLM is closed
         try:
             try:
-                self.engine.queue(request)  # here, since an iterator that is never started cannot clean up
+                engine.queue(request)  # here, since an iterator that is never started cannot clean up
                 while True:
-                    self._loop.wait(waiter, lambda: waiter.over or waiter.has_text)
+                    loop.wait(waiter, lambda: waiter.over or waiter.has_text)
                     over, text = waiter.over, waiter.take_text()
                     if text:
                         yield text
@@ -247,9 +272,9 @@ class LLM:
                             raise RuntimeError("the output is incomplete: the stream's request was aborted")
                         return
             finally:
-                self._end(waiter, [request])
+                loop.end(waiter, [request])
         finally:  # again, since an interrupt may have come at the first time, when the stream was left early
-            self._end(waiter, [request])
+            loop.end(waiter, [request])
 
     # ------------------------------------------------------------------------------------------------ step by step
 
@@ -301,43 +326,23 @@ class LLM:
     # ------------------------------------------------------------------------------------------------ running
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
-        waiter = Waiter(requests)
+        waiter, engine, loop = Waiter(requests), self.engine, self._loop
         try:
             with ProgressBar(requests, waiter) if show_progress and requests else nullcontext() as progress:
                 if progress is not None:
                     progress.show()
-                self.engine.queue(*requests, offline=True)
-                self._loop.wait(waiter, lambda: waiter.over, None if progress is None else progress.update)
+                engine.queue(*requests, offline=True)
+                loop.wait(waiter, lambda: waiter.over, None if progress is None else progress.update)
             waiter.raise_if_lost()
         except KeyboardInterrupt as interrupt:
             interrupt.outputs = [request.output() for request in requests]  # type: ignore[attr-defined]
             raise
         finally:  # an interrupt may have come at any line: all that was queued is taken back
-            self._end(waiter, requests)
+            loop.end(waiter, requests)
         return [request.output() for request in requests]
-
-    def _end(self, waiter: Waiter, requests: list[Request]) -> None:
-        for request in requests:
-            self.engine.abort(request)
-        waiter.close()
 
 
 def _drop(method: str, others: dict[str, Any]) -> None:
     """Refuse unknown arguments of a method; those of vLLM that have no effect are dropped."""
     drop_foreign(method, others, CALL_ARGUMENTS)
     reject_unknown(method, others, list(inspect.signature(getattr(LLM, method)).parameters)[1:-1])
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    if isinstance(prompts, (str, bytes, Mapping, Set)):  # one prompt, or something that is refused as one
-        return [prompts]
-    try:
-        prompts = iter(prompts)
-    except TypeError:
-        raise TypeError(
-            f"prompts={brief(prompts)}: must be a prompt or a list of prompts; a prompt is a string, a list of token"
-            " ids or a dict with one of them"
-        ) from None
-    prompts = list(prompts)
-    # A flat list of integers is one prompt of token ids.
-    return [prompts] if prompts and isinstance(prompts[0], numbers.Integral) else prompts

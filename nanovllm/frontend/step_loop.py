@@ -141,6 +141,12 @@ class StepLoop:
         finally:
             self._leave(waiter)
 
+    def end(self, waiter: Waiter, requests: Iterable[Request]) -> None:
+        """Take back what is left of the requests that a waiter waited for."""
+        for request in requests:
+            self._engine.abort(request)
+        waiter.close()
+
     def between_steps(self, action: Callable[[], T]) -> T:
         """Call `action` when no other thread runs steps, nor will until it has returned.
 

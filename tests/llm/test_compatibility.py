@@ -237,7 +237,7 @@ def test_what_is_not_supported_is_refused_by_its_own_name(directory, arguments, 
     refused(TypeError, directory, f"LLM got {answer}", **arguments)
 
 
-_DO = r"(^|; |, or )(use|pass|set|leave|put|send|merge|make|edit|delete|write|shorten|start|download)\b|\bby "
+_DO = r"(^|; |, or )(use|pass|set|close|leave|put|send|merge|make|edit|delete|write|shorten|start|download)\b|\bby "
 
 
 @pytest.mark.parametrize(
@@ -278,8 +278,8 @@ def test_methods_of_vllm_that_are_missing_say_what_to_do(llm):
     for name, answer in (
         ("beam_search", "use SamplingParams"),
         ("embed", "generates text"),
-        ("sleep", "delete the LLM"),
-        ("close", "`del llm` frees the memory"),
+        ("sleep", "close the LLM"),
+        ("shutdown", "use close"),
         ("enqueue", "use add_request"),
     ):
         with pytest.raises(AttributeError, match=rf"^LLM.{name}: .*{answer}"):
