@@ -20,6 +20,8 @@ Message = Mapping[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TEXT_ROLES = ("system", "developer", "user")
 """Roles whose messages must have a text; others may call tools, or bring what a tool has returned."""
+_ROLES = (*_TEXT_ROLES, "assistant", "tool", "function")
+"""Roles that every model takes, unless its template refuses them."""
 
 
 def check_conversations(messages: Any) -> dict[str, Sequence[Message]]:
@@ -74,13 +76,20 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
             f"{name}: an answer cannot begin and the last message go on; pass add_generation_prompt=False with"
             " continue_final_message=True"
         )
+    template = str(given.get("chat_template", tokenizer.chat_template))
+    for i, role in enumerate(message["role"] for message in messages):
+        if role not in _ROLES and role not in template:
+            raise ValueError(
+                f"{name}[{i}]: role={brief(role)}: expected {', '.join(_ROLES[:-1])} or {_ROLES[-1]}, or a role that"
+                " the model's chat template names"
+            )
     if (tools := given.get("tools")) is not None:
         if not _is_list(tools):
             raise TypeError(f"tools={brief(tools)}: must be a list of descriptions of functions, or None")
-        if "tools" not in str(given.get("chat_template", tokenizer.chat_template)):
+        if "tools" not in template:
             _warn_of_tools(tokenizer)
     plain = [_with_call_objects(_with_plain_content(f"{name}[{i}]", m)) for i, m in enumerate(messages)]
-    if "tool_calls" not in str(given.get("chat_template", tokenizer.chat_template)):
+    if "tool_calls" not in template:
         plain = list(map(_with_calls_as_text, plain))
     try:
         return tokenizer.apply_chat_template(plain, tokenize=False, **given)

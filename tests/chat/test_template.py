@@ -1,5 +1,7 @@
 """From conversations to the text of a prompt."""
 
+import pytest
+
 from nanovllm.chat.template import chat_text
 from tests import tiny
 
@@ -21,3 +23,12 @@ def test_tool_calls_come_back_to_a_template_that_shows_none():
         found = chat_text(tokenizer, "messages", messages, {"chat_template": CHATML, "add_generation_prompt": False})
         assert found == f"[assistant]{shown}[tool]sunny"
         assert chat_text(tokenizer, "messages", messages, {"chat_template": CALLS}) == "(Köln)"
+
+
+def test_a_role_that_neither_is_usual_nor_in_the_template_is_refused():
+    tokenizer = tiny.tokenizer()
+    messages = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "hello"}]
+    with pytest.raises(ValueError, match=r"^messages\[1\]: role='bot': expected system, .* or function, or a role"):
+        chat_text(tokenizer, "messages", messages, {"chat_template": CHATML})
+    named = CHATML + "{# bot #}"
+    assert chat_text(tokenizer, "messages", messages, {"chat_template": named}) == "[user]hi[bot]hello"
