@@ -31,6 +31,23 @@ def test_the_script_without_a_model_says_what_is_missing(tmp_path):
         assert done.returncode == "usage: python run.py MODEL, such as ./small-qwen3"  # as `sys.exit` takes it
 
 
+@pytest.mark.slow
+def test_the_script_finds_a_kernel_that_returns_zeros(tmp_path, monkeypatch):
+    for block in blocks(QUICKSTART.read_text()):
+        if block.file in ("run.py", "small-qwen3/config.json"):
+            (tmp_path / block.file).parent.mkdir(exist_ok=True)
+            (tmp_path / block.file).write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_kernels.py").write_text(
+        "import torch\nfrom nanovllm.kernels import silu_and_mul\n"
+        "@silu_and_mul.provider('mine')\n"
+        "def zeros(gate_up: torch.Tensor) -> torch.Tensor:\n"
+        "    return torch.zeros_like(gate_up.chunk(2, -1)[0])\n"
+    )
+    done = run_here("./small-qwen3", script=str(tmp_path / "run.py"))
+    assert "mine    silu_and_mul" in done.stdout and " instead of [[" in str(done.returncode)
+
+
 def test_comparison_sees_a_difference():
     printed = "┃ op ┃ rank ┃\n│ rms_norm │ 1 │ 63 │ 0.66 │\nends\n"
     assert missing_line(["rms_norm  1  70  0.5", "ends"], printed) is None
