@@ -18,7 +18,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 ONLINE_QUANTIZATION = ("fp8", "int4", "int8", "q4_k_m")
 """How weights can be quantised while they are loaded."""
 QUANTIZATION = (
-    *ONLINE_QUANTIZATION, "gguf", "fbgemm_fp8", "awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors",
+    *ONLINE_QUANTIZATION, "gguf", "fbgemm_fp8", "modelopt", "awq", "awq_marlin", "gptq", "gptq_marlin",
+    "compressed-tensors",
 )  # fmt: skip
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 

@@ -88,7 +88,7 @@ def dtypes_of(job: Job) -> tuple[str, ...]:
 def _stores_fp8(quantization: dict[str, Any]) -> bool:
     """Whether a checkpoint's `quantization_config` may be that of 8-bit floats."""
     groups = quantization.get("config_groups", {}).values()
-    return quantization.get("quant_method") == "fp8" or any(
+    return quantization.get("quant_method") in ("fp8", "fbgemm_fp8", "modelopt") or any(
         (group.get("weights") or {}).get("type") == "float" for group in groups
     )
 

@@ -186,6 +186,14 @@ FORMATS = {
     "fp8-tensor": Format(
         fp8((0, 0), "weight_scale", flat=True, input_scale=_ONE), _FP8 | {"activation_scheme": "static"},
     ),
+    "fp8-ue8m0": Format(
+        fp8((128, 128), "weight_scale_inv", torch.float8_e8m0fnu),
+        _FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+    ),
+    "fp8-modelopt": Format(
+        fp8((0, 0), "weight_scale", flat=True, input_scale=_ONE),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"], "kv_cache_scheme": {"num_bits": 8}},
+    ),
     "fp8-channel": Format(
         fp8((1, 0), "weight_scale", torch.bfloat16),
         compressed("float-quantized", num_bits=8, type="float", strategy="channel"),

@@ -1,5 +1,6 @@
 """Quantised checkpoints that are damaged, contradictory or not supported: errors that say what is wrong, and where."""
 
+import json
 import math
 import shutil
 
@@ -175,10 +176,25 @@ def test_a_configuration_of_quantised_weights_beside_plain_ones_is_a_warning(che
     assert "no tensor is quantised" not in caplog.text
 
 
-def test_modelopt_says_it_in_a_file_of_its_own(checkpoint):
-    (checkpoint / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="hf_quant_config.json: checkpoints of modelopt are not supported; take"):
-        locate(EngineConfig(str(checkpoint)))
+def test_modelopt_says_it_in_a_file_of_its_own(tmp_path):
+    write(tmp_path, FORMATS["fp8-modelopt"])
+    want = packed_names(loaded(tmp_path))
+    configure(tmp_path, quantization_config=None)
+    foreign = tmp_path / "hf_quant_config.json"
+    entries = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*.router"]}
+    foreign.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": entries}))
+    assert packed_names(loaded(tmp_path)) == want
+    for content, said in (
+        (
+            {"quantization": entries | {"quant_algo": "NVFP4"}},
+            "quantization: quant_algo='NVFP4' is not supported; expec",
+        ),
+        ({}, "quantization is None; expected an object"),
+    ):
+        foreign.write_text(json.dumps(content))
+        with pytest.raises(ValueError) as error:
+            locate(EngineConfig(str(tmp_path)))
+        assert f"{foreign}: {said}" in str(error.value)
 
 
 def test_an_argument_names_the_method_of_the_checkpoint_or_contradicts_it(copy):

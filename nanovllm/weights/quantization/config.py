@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,11 @@ def read(config: Mapping[str, Any], directory: Path) -> Quantization | None:
     """
     foreign = directory / "hf_quant_config.json"
     found = config.get("quantization_config")
-    if not found and foreign.is_file():
-        raise ValueError(f"{foreign}: checkpoints of modelopt are not supported; {REMEDY}")
     if found:
         return parse(Section(found, f"{directory / 'config.json'}: quantization_config"))
+    if foreign.is_file():
+        entries = Section(read_json(foreign).get("quantization"), f"{foreign}: quantization").entries
+        return parse(Section({"quant_method": "modelopt"} | dict(entries), f"{foreign}: quantization"))
     for name in _OWN_FILES:
         if (directory / name).is_file():
             entries = read_json(directory / name)
@@ -71,6 +73,13 @@ def _fp8(section: Section) -> Quantization:
 
 def _fbgemm(section: Section) -> Quantization:
     return Quantization("fbgemm_fp8", (_not_converted(section), Rule(EVERY, Fp8Storage("weight_scale", (1, 0)))))
+
+
+def _modelopt(section: Section) -> Quantization:
+    section.one_of("quant_algo", ("FP8",))
+    patterns = section.patterns("ignore", "exclude_modules")
+    kept = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in patterns)
+    return Quantization("modelopt", (Rule(kept, None), Rule(EVERY, Fp8Storage("weight_scale", (0, 0)))))
 
 
 def _awq(section: Section) -> Quantization:
@@ -121,5 +130,6 @@ _PARSERS: dict[str, Callable[[Section], Quantization]] = {
     "fbgemm_fp8": _fbgemm,
     "awq": _awq,
     "gptq": _gptq,
+    "modelopt": _modelopt,
     "compressed-tensors": compressed_tensors.parse,
 }

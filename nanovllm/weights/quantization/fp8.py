@@ -11,7 +11,7 @@ from nanovllm.kernels.ops.linear_fp8 import BLOCK
 from nanovllm.layers.stored_matrices import Fp8Matrix
 from nanovllm.weights.quantization.storage import WIDE_FLOATS, Plane, Storage
 
-_SCALES = ("F32", "BF16", "F16")
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 @dataclass(frozen=True)
