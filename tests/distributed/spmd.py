@@ -102,7 +102,7 @@ class Pool:
 
     def close(self):
         leave(self._processes, [group for group in self._groups.values() if group.size > 1])
-        del os.environ[DEVICE]
+        os.environ.pop(DEVICE, None)  # another pool may have taken it away
 
 
 def main():
