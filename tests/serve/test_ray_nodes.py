@@ -8,8 +8,8 @@ import signal
 import httpx
 import pytest
 
-from tests.serve.ray_running import REPLICA, Marked, Nodes, Replicas
-from tests.serve.running import SLOW_PLUGIN, wait_until
+from tests.serve.ray_running import REPLICA, Marked, Nodes, Replicas, slow_plugin
+from tests.serve.running import LONG, wait_until
 
 pytest.importorskip("ray", reason='pip install "nanovllm[ray]"')
 pytestmark = pytest.mark.slow
@@ -31,15 +31,17 @@ def nodes(marked):
 
 @pytest.fixture(scope="module")
 def replicas(model_path, marked, nodes):
-    plugin = marked.directory / "slow.py"
-    plugin.write_text(SLOW_PLUGIN)  # fast streams would have ended before anything is killed
-    arguments = "--replicas=3", f"--ray-address={nodes.address}", "--host=0.0.0.0", f"--kernel-plugin={plugin}"
+    plugin = slow_plugin(marked.directory)
+    sizes = "--max-num-seqs=64", "--num-kvcache-blocks=2000"  # all streams of a test run at the same time
+    arguments = "--replicas=3", f"--ray-address={nodes.address}", "--host=0.0.0.0", f"--kernel-plugin={plugin}", *sizes
     return Replicas(marked, model_path, *arguments, port=nodes.port).ready()
 
 
 def storm(replicas, streams, requests, disturb):
-    """(how each stream ended, the tokens of each request). `disturb` is called once all streams have begun."""
-    begun, ends = [0], []
+    """(how each stream ended, the tokens of each request). `disturb` is called once all streams have begun, and before
+    any of them ends.
+    """
+    begun, ends, held = [0], [], replicas.directory / "held"
 
     async def stream(client, i):
         body = dict(prompt=f"{i} tells", max_tokens=200, ignore_eos=True, stream=True)
@@ -65,16 +67,22 @@ def storm(replicas, streams, requests, disturb):
 
     async def all_of_them():
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=replicas.url, timeout=120, limits=limits, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=replicas.url, timeout=LONG, limits=limits, trust_env=False) as client:
+            held.touch()
             opened = [asyncio.create_task(stream(client, i)) for i in range(streams)]
             while begun[0] < streams and not ends:
                 await asyncio.sleep(0.01)
             asked = [asyncio.create_task(request(client, i)) for i in range(requests)]
             await asyncio.sleep(0.3)
+            assert not ends
             await asyncio.to_thread(disturb)
+            held.unlink()
             return await asyncio.gather(*asked), await asyncio.gather(*opened)
 
-    return ends, asyncio.run(asyncio.wait_for(all_of_them(), 240))[0]
+    try:
+        return ends, asyncio.run(asyncio.wait_for(all_of_them(), 2 * LONG))[0]
+    finally:
+        held.unlink(missing_ok=True)
 
 
 def all_answer(replicas, streams, requests):
@@ -92,7 +100,7 @@ def test_a_replica_whose_engine_is_killed(replicas):
     assert told == [8] * 300  # the others answer
     broken = [end for end in ends if end != "done"]
     assert 0 < len(broken) < 45 and set(broken) == {"the engine ended: its process ended with signal 9"}
-    wait_until(lambda: len(set(replicas.engines()) - {before[0]}) == 3, 90)
+    wait_until(lambda: len(set(replicas.engines()) - {before[0]}) == 3)
     all_answer(replicas, 9, 30)
 
 
@@ -103,7 +111,7 @@ def test_a_replica_that_is_killed(replicas, marked):
     assert told == [8] * 300
     broken = [end for end in ends if end != "done"]
     assert 0 < len(broken) < 45 and set(broken) == {CLOSED}
-    wait_until(lambda: len(replicas.engines()) == 3 != len(set(replicas.engines()) & set(engines)), 90)
+    wait_until(lambda: len(replicas.engines()) == 3 != len(set(replicas.engines()) & set(engines)))
     all_answer(replicas, 9, 30)
 
 
@@ -113,7 +121,7 @@ def test_a_node_that_is_removed(replicas, nodes):
     assert told == [8] * 300
     broken = [end for end in ends if end != "done"]
     assert 0 < len(broken) < 45 and set(broken) == {CLOSED}
-    wait_until(lambda: len(replicas.engines()) == 2, 60)
+    wait_until(lambda: len(replicas.engines()) == 2)
     nodes.add()
-    wait_until(lambda: len(set(replicas.engines()) - set(before)) == 1, 90)
+    wait_until(lambda: len(set(replicas.engines()) - set(before)) == 1)
     all_answer(replicas, 9, 30)
