@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
+from nanovllm.field_docs import DocWithFields
 from nanovllm.foreign_arguments import ForeignArgument
 from nanovllm.wording import brief
 
@@ -99,6 +100,7 @@ def rejects_unknown(
     """Class decorator, above `@dataclass`: unknown keywords of the constructor raise as `reject_unknown` says.
 
     The generated `__init__` is wrapped, so that `help()`, editors and `inspect.signature` go on showing the fields.
+    `help()` also shows the strings below the fields.
 
     Args:
         called: the class's name in messages.
@@ -127,6 +129,7 @@ def rejects_unknown(
 
         known_set = set(known)
         wrapped.__init__ = __init__
+        wrapped.__doc__ = DocWithFields(wrapped.__doc__ or "")
         return cls
 
     return decorate

@@ -29,7 +29,7 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, a hub id, a .gguf file, or with `load_format="dummy"` a preset's name.
-        **kwargs: see `nanovllm.config.EngineConfig`.
+        **kwargs: see `help(nanovllm.config.EngineConfig)`.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: an argument or the model is wrong; the message says what.

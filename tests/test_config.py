@@ -1,11 +1,13 @@
 """Arguments of an engine: what is accepted, what is refused and how that is said."""
 
 import dataclasses
+import pydoc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 
 
@@ -121,3 +123,13 @@ def test_unknown_arguments_name_the_nearest(unknown, nearest):
 def test_unknown_arguments_far_from_all_list_the_known():
     with pytest.raises(TypeError, match="'zzz'; known are model, tokenizer, "):
         EngineConfig("m", zzz=1)
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SamplingParams])
+def test_help_describes_every_argument(cls):
+    text = pydoc.render_doc(cls, renderer=pydoc.plaintext)
+    lines = [line.strip(" |") for line in text.splitlines()]
+    for field in dataclasses.fields(cls):
+        at = next((i for i, line in enumerate(lines) if line.startswith(f"{field.name}: ")), None)
+        assert at is not None and lines[at + 1], field.name
+    assert "max_tokens: int | None = 64\n |          Most tokens to generate." in text or cls is EngineConfig

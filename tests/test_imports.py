@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 # These know nothing of ours but each other's plain helpers; everybody may import them.
 LEAVES = {
     "config", "console", "model_config",
-    "arguments", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
+    "arguments", "field_docs", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
     "structured_outputs", "early_exit", "log_format", "status_process", "wording",
 }  # fmt: skip
 ALLOWED = {
