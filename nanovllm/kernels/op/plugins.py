@@ -100,6 +100,10 @@ def _what_failed(name: str, error: BaseException) -> str:
         text = f"{type(error).__name__}: {module} has no {imported!r}"
         if nearest := difflib.get_close_matches(imported, dir(sys.modules.get(module)), n=1):
             text += f"; did you mean {nearest[0]!r}?"
+    elif isinstance(error, (NameError, AttributeError)):
+        from nanovllm.kernels.testing.crash_report import remedy
+
+        text += remedy(error)
     elif isinstance(error, KeyError) and (near := _ops_like(error.args)):
         text += f": there is no such op; did you mean {near}?"
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == name]

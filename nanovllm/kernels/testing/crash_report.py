@@ -94,12 +94,21 @@ def what_failed(error: BaseException) -> str:
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__  # what the kernel's code raised, or a function of Triton that it calls
         place = _place_of(error) or place
-    return f"{type(error).__name__}: {error}{place}{_hint(str(error))}"
+    return f"{type(error).__name__}: {error}{place}{remedy(error)}"
 
 
 def place_and_remedy(error: BaseException) -> str:
     """ ", at file:line, `source`" of the innermost line outside of libraries that raised an error; what to do."""
-    return _place_of(error) + _hint(str(error))
+    return _place_of(error) + remedy(error)
+
+
+def remedy(error: BaseException) -> str:
+    """What to do about an error, to follow its message; empty if that is not known."""
+    if isinstance(error, NameError) and error.name and error.__traceback__ is not None:
+        frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        near = difflib.get_close_matches(error.name, {**frame.f_globals, **frame.f_locals}, n=1)
+        return f"; did you mean {near[0]!r}?" if near else ""
+    return _hint(str(error))
 
 
 def _place_of(error: BaseException) -> str:

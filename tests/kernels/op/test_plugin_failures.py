@@ -56,6 +56,8 @@ def test_what_fails_half_way_is_taken_back_whole(plugin):
             "from nanovllm.kernels import all_ops\nall_ops()['moe_ex']",
             "did you mean 'moe_experts' or 'moe_experts_fp8'?",
         ),
+        ("from nanovllm.kernels import softmax\nsofmax.provider", "'sofmax' is not defined; did you mean 'softmax'?"),
+        ("import triton\ntriton.jitt", "no attribute 'jitt'; did you mean 'jit'?"),
         (OP.format(name="odd").replace('{"x": "[..., n]"}', '{"y": "[..., n]"}'), "unknown argument 'y'"),
     ],
 )
