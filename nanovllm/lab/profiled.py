@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes lines of its own to standard error
 
 _BOOKKEEPING = {
     f"aten::{name}"
