@@ -21,9 +21,10 @@ CPU_TORCH := torch==2.13.0+cpu
 HAS_GPU := $(shell command -v nvidia-smi 2>/dev/null)
 WANT_CPU_TORCH := $(if $(TORCH)$(HAS_GPU)$(filter Darwin,$(shell uname)),,yes)
 
-# Two processes with a thread each; a test file stays in one of them, since its fixtures are costly.
+# Two processes with a thread each; a test file stays in one of them, since its fixtures are costly. Hypothesis makes the
+# same examples in each run, however slowly; pytest alone makes others each time.
 PYTEST_ARGS ?=
-PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder --hypothesis-profile=ci
 test test-rest test-all: export OMP_NUM_THREADS := 1
 test test-rest test-all: export CUDA_VISIBLE_DEVICES :=
 # Python keeps compiled modules. Where the environment forbids that, each process of a test compiles them anew: to

@@ -70,12 +70,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 items[:] = [item for item in items if not item.get_closest_marker("triton")]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def the_same_draws_of_fixtures() -> None:
+    """As `the_same_draws`, for the fixtures that a module's tests share."""
+    import torch
+
+    torch.default_generator.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def the_same_draws(request: pytest.FixtureRequest) -> None:
-    """In every run, for whatever a test of kernels draws without a seed of its own: bounds on errors are tight."""
-    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("triton"):
-        import torch
+    """For what a test draws without a seed of its own, whichever tests this process ran before: bounds on errors are
+    tight.
+    """
+    import torch
 
+    torch.default_generator.manual_seed(0)  # torch.manual_seed takes milliseconds
+    if request.node.get_closest_marker("gpu") or request.node.get_closest_marker("triton"):
         torch.manual_seed(0)
 
 

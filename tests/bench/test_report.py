@@ -187,11 +187,12 @@ def test_the_page_in_a_browser(page, tmp_path):
     path.write_text(page)
     with playwright.sync_playwright() as p:
         try:
-            browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+            browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"], timeout=300_000)
         except playwright.Error as error:
             pytest.skip(f"no Chromium here: {str(error).splitlines()[0]}")
         for width in (390, 1280):
             tab = browser.new_page(viewport={"width": width, "height": 844})
+            tab.set_default_timeout(300_000)
             requests, messages = [], []
             tab.on("request", lambda r, seen=requests: seen.append(r.url))
             tab.on("console", lambda m, seen=messages: seen.append(m.text))

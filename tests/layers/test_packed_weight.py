@@ -12,34 +12,33 @@ from nanovllm.layers.stored_matrices import FloatMatrix, Fp8Matrix, GGUFMatrix, 
 from tests.native import NATIVE
 
 ROWS, COLUMNS = 256, 512
-GENERATOR = torch.Generator().manual_seed(0)
 
 
 def fp8(rows, columns, height, width):
-    weight = torch.randn(rows, columns, generator=GENERATOR).to(torch.float8_e4m3fn)
+    weight = torch.randn(rows, columns).to(torch.float8_e4m3fn)
     shape = [-(-n // size) if size else 1 for n, size in ((rows, height), (columns, width))]
-    return Fp8Matrix(weight, torch.rand(*shape, generator=GENERATOR) + 0.5)
+    return Fp8Matrix(weight, torch.rand(*shape) + 0.5)
 
 
 def integers(rows, columns, bits, group, zero=True, permuted=False):
     groups = (rows, columns // group if group else 1)
     return IntMatrix(
-        torch.randint(0, 256, (rows, columns * bits // 8), generator=GENERATOR, dtype=torch.uint8),
-        torch.rand(*groups, generator=GENERATOR).half(),
-        torch.randint(0, 2**bits, groups, generator=GENERATOR, dtype=torch.uint8) if zero else None,
+        torch.randint(0, 256, (rows, columns * bits // 8), dtype=torch.uint8),
+        torch.rand(*groups).half(),
+        torch.randint(0, 2**bits, groups, dtype=torch.uint8) if zero else None,
         bits,
-        torch.randperm(columns, generator=GENERATOR) if permuted else None,
+        torch.randperm(columns) if permuted else None,
     )
 
 
 def blocks(rows, columns, kind="Q8_0"):
     form = GGUF_TYPES[kind]
-    raw = torch.randint(0, 60, (rows, form.row_bytes(columns)), generator=GENERATOR, dtype=torch.uint8)
+    raw = torch.randint(0, 60, (rows, form.row_bytes(columns)), dtype=torch.uint8)
     return GGUFMatrix(raw, kind, columns)
 
 
 MATRICES = {
-    "floats": lambda rows=ROWS: FloatMatrix(torch.randn(rows, COLUMNS, generator=GENERATOR)),
+    "floats": lambda rows=ROWS: FloatMatrix(torch.randn(rows, COLUMNS)),
     "fp8 blocks": lambda rows=ROWS: fp8(rows, COLUMNS, 128, 128),
     "fp8 rows": lambda rows=ROWS: fp8(rows, COLUMNS, 1, 0),
     "fp8 matrix": lambda rows=ROWS: fp8(rows, COLUMNS, 0, 0),
@@ -121,8 +120,8 @@ def test_products_of_all_forms_below_each_other(with_bias):
     weight = PackedWeight(parts, torch.float32, NATIVE)
     assert len(weight.matrices) == len(parts) - 1  # two kinds of fp8 scales become one
     assert weight.shape == (48 * len(parts), COLUMNS) and weight.numel() == 48 * len(parts) * COLUMNS
-    x = torch.randn(2, 3, COLUMNS, generator=GENERATOR)
-    bias = torch.randn(48 * len(parts), generator=GENERATOR) if with_bias else None
+    x = torch.randn(2, 3, COLUMNS)
+    bias = torch.randn(48 * len(parts)) if with_bias else None
     want = F.linear(x.double(), weight.dequantised().double(), None if bias is None else bias.double())
     assert torch.allclose(weight(x, bias).double(), want, rtol=1e-4, atol=1e-4 * want.abs().max())
     nbytes, weights = bytes_and_weights(torch.nn.Sequential(weight, torch.nn.Linear(4, 2, bias=False)))
