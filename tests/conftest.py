@@ -91,6 +91,15 @@ def the_same_draws(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
+def ctrl_c_is_as_before() -> Iterator[None]:
+    """A command of the package that a test runs in this process takes Ctrl-C over, for the rest of the process."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    if signal.getsignal(signal.SIGINT) is not before:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def gpu_memory_goes_back(request: pytest.FixtureRequest) -> Iterator[None]:
     """PyTorch keeps freed memory for its own process, and the GPU tests of several processes share one GPU."""
     yield
