@@ -1,7 +1,7 @@
 """Finds out, in a process of its own, whether a grammar compiles within bounds of time and memory.
 
 A hostile grammar can keep llguidance busy for hours (`{"multipleOf": 9999991}`) or overflow its stack. In the process
-that serves, neither could be ended. Here an alarm or the fault ends the process, and the next check starts another one.
+that serves, neither could be ended. Here a timer or the fault ends the process, and the next check starts another one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ _MEMORY = 2 * 2**30
 _STACK = 2 * 2**20
 """Bytes of stack for a check, a quarter of what a thread usually has: what passes here has room elsewhere."""
 _REMEMBERED = 256
+_BUSY = 20
+"""A grammar may take so many times as long as the processor works for it."""
 
 
 class GrammarChecker:
-    """Checks grammars, one at a time. Any thread may call it; a check blocks for milliseconds, at most `2 * seconds`.
+    """Checks grammars, one at a time. Any thread may call it; a check blocks for milliseconds, at most `2 * seconds`
+    where the processor is idle.
 
     Args:
-        seconds: how long one grammar may take, and how long a check waits for the one before it.
+        seconds: of a processor, that one grammar may take, since a busy machine must not refuse it; and for how long a
+            check waits for the one before it.
     """
 
     def __init__(self, seconds: float = 2.0) -> None:
@@ -89,7 +93,7 @@ class GrammarChecker:
         if answer:
             return json.loads(answer)
         code = process.wait()
-        if code == -signal.SIGALRM:
+        if code in (-signal.SIGPROF, -signal.SIGALRM):
             return f"compiling takes more than {self._seconds:g} seconds; simplify it"
         return f"compiling takes too much memory or nests too deeply (exit code {code}); simplify it"
 
@@ -111,7 +115,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def serve() -> None:
-    """Check the grammars that come, one a line, until the input ends. An alarm ends the process."""
+    """Check the grammars that come, one a line, until the input ends. A timer ends the process."""
     import resource
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the process that asks
@@ -122,12 +126,14 @@ def serve() -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+        signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, _BUSY * request["seconds"])
         answer: list[str | None] = []
         thread = threading.Thread(target=lambda: answer.append(_error_of(request["spec"])))  # noqa: B023
         thread.start()
         thread.join()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
+            signal.setitimer(timer, 0)
         print(json.dumps(answer[0]), flush=True)
 
 
