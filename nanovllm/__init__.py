@@ -7,10 +7,11 @@ from nanovllm.early_exit import importing_engine
 if TYPE_CHECKING:
     from nanovllm.async_llm import AsyncLLM
     from nanovllm.llm import LLM
+    from nanovllm.outputs import CompletionOutput, RequestOutput
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.structured_outputs import StructuredOutputs
 
-__all__ = ["LLM", "AsyncLLM", "SamplingParams", "StructuredOutputs"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputs"]
 __version__ = "0.1.0"
 
 
@@ -30,4 +31,12 @@ def __getattr__(name: str) -> Any:
         from nanovllm import sampling_params
 
         return getattr(sampling_params, name)
+    if name in ("RequestOutput", "CompletionOutput"):
+        from nanovllm import outputs
+
+        return getattr(outputs, name)
+    from nanovllm.foreign_arguments import NAMES
+
+    if name in NAMES:  # an AttributeError's text would not be shown by an import
+        raise ImportError(f"nanovllm has no {name}; {NAMES[name]}", name="nanovllm")
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

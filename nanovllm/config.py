@@ -140,6 +140,7 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "tokenizer": _normal_path,
     "dtype": _normal_dtype,
     "kv_cache_dtype": _normal_dtype,
+    "quantization": lambda value: value.lower() if isinstance(value, str) else value,  # GGUF writes Q4_K_M
     # nano-vLLM spells "decide for me" as -1.
     "num_kvcache_blocks": lambda value: None if isinstance(value, int) and value == -1 else value,
 }
@@ -199,7 +200,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "piggyback_prefill": _flag("to decide from the device and the model"),
     "async_scheduling": _flag("to decide from the device"),
     "use_custom_kernels": _flag("for what the model's config.json says"),
-    "max_model_len": _COUNT,
+    "max_model_len": (
+        _is_int, "must be a positive integer; a large one is lowered to what the model and the memory allow",
+    ),
     "max_num_seqs": _COUNT,
     "max_num_batched_tokens": _COUNT_OR_NONE,
     "num_kvcache_blocks": _COUNT_OR_NONE,

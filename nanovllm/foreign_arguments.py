@@ -128,6 +128,11 @@ ENGINE_ARGUMENTS = table(
      " tokenizer_pool_extra_config"),
     ("the model and its tokenizer are at one place; download the revision, and pass its directory",
      (None, "main"), "revision tokenizer_revision code_revision"),
+    ("the chat template is the tokenizer's; pass another one to LLM.chat", (None,), "chat_template chat_format"),
+    ("all layers are on one device; use device", (None, -1), "n_gpu_layers main_gpu tensor_split"),
+    ("set the environment variable NANOVLLM_CPU_THREADS to the number of threads", (None,), "n_threads"),
+    ("use max_num_batched_tokens", (None,), "n_batch n_ubatch"),
+    ("the engine logs as the logging module is set up", None, "verbose"),
     ("a hub id is looked up in the Hugging Face cache; set HF_HOME, or pass a directory", (None,), "download_dir"
      " hf_config_path config_format cache_dir local_files_only model_weights"),
     ("the hub's token comes from the environment; set HF_TOKEN", (None, False, True), "hf_token token use_auth_token"),
@@ -226,6 +231,7 @@ CALL_ARGUMENTS = table(
     ("requests are served in the order of their arrival; leave it out", (None, 0, []), "priority"),
     ("use SamplingParams(structured_outputs=...)", (None,), "guided_options_request"),
     ("images, audio and video are not supported; send text", (None, {}), "mm_processor_kwargs multi_modal_data"),
+    ("prompt embeddings are not supported; pass text or token ids", (None,), "prompt_embeds"),
     ("pass a list of token ids, or a list of such lists, as prompts", (None,), "prompt_token_ids"),
     ("prompts are tokenised with the tokenizer's defaults; pass token ids for others", (None, {}),
      "tokenization_kwargs"),
@@ -252,7 +258,9 @@ METHODS = {
         ("a request's metrics are in `output.metrics`", "get_metrics"),
         ("there are no workers to call; kernels are replaced by kernel_plugins", "collective_rpc apply_model"),
         ("use add_request, step and is_finished, or AsyncLLM", "enqueue enqueue_chat wait_for_completion"),
-        ("pass the arguments to LLM", "from_engine_args"),
+        ("pass the arguments to LLM", "from_engine_args from_pretrained"),
+        ("use chat", "create_chat_completion"),
+        ("use generate, with SamplingParams", "create_completion"),
         ("the number of ranks is tensor_parallel_size", "get_world_size"),
         ("images, audio and video are not supported; send text", "reset_mm_cache"),
         (
@@ -264,3 +272,20 @@ METHODS = {
     for name in names.split()
 }
 """Methods of `vllm.LLM` that are not supported, and what to do instead."""
+
+NAMES = {
+    name: answer
+    for answer, names in (
+        ("from nanovllm import LLM", "Llama LLMEngine EngineArgs"),
+        ("from nanovllm import AsyncLLM", "AsyncLLMEngine AsyncEngineArgs"),
+        ("from nanovllm import StructuredOutputs", "StructuredOutputsParams GuidedDecodingParams"),
+        ("a prompt is a text, a list of token ids, or a dict with one of them", "TextPrompt TokensPrompt PromptType"),
+        ("beam search is not supported; use SamplingParams(n=) for several completions", "BeamSearchParams"),
+        ("embeddings, scores and rewards are not supported",
+         "PoolingParams EmbeddingRequestOutput PoolingRequestOutput ClassificationRequestOutput ScoringRequestOutput"),
+        ("architectures are added to nanovllm/models: see CONTRIBUTING.md", "ModelRegistry"),
+        ("LoRA is not supported; merge the adapter into the weights", "LoRARequest"),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""Names that vLLM and llama-cpp-python export, and what to import or to do here."""

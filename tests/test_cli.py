@@ -33,6 +33,14 @@ def test_generate_and_chat(smollm2_path, monkeypatch):
         assert done.stdout.endswith(end) and (">" in done.stdout) == (stream is Terminal)
 
 
+def test_a_prompt_comes_from_standard_input(smollm2_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("The capital of France is\n"))
+    done = run_here("generate", "-", "--max-tokens", "4", "--temperature", "0", "--top-k", "5", "--min-p", "0.1")
+    assert done.returncode == 0 and done.stdout.startswith(" Paris")
+    done = run_here("generate", "x", "--top-k", "-5", "--repetition-penalty", "0")
+    assert done.returncode == 1 and "--top-k=-5: must be" in done.stderr
+
+
 def test_a_prompt_that_is_refused_has_no_heading(smollm2_path):
     done = run_here("generate", "")
     assert done.returncode == 1 and "the prompt is empty" in done.stderr and done.stdout == ""
@@ -51,7 +59,7 @@ def test_what_is_missing_or_cannot_be_read_names_the_option_the_value_and_what_i
         ("plan gemm --m 1.5", "Invalid value for '--m': '1.5': expected an integer"),
         ("generate x --temperature warm", "Invalid value for '--temperature': 'warm': expected a number"),
         ("kernels verify --jobs 0", "Invalid value for '--jobs': '0': expected at least 1"),
-        ("generate", "Missing argument 'PROMPT'. One or more prompts, completed together."),
+        ("generate", "Missing argument 'PROMPT'. One or more prompts, completed together; - is standard input."),
         ("kernels why", "Missing argument 'OP'. The name of an op; `nanovllm kernels list` shows all."),
         ("plan gemm", "Missing option '--m'. Rows of x: tokens."),
     ]:

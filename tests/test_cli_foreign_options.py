@@ -35,6 +35,14 @@ def parsed(line: str) -> dict:
         ("--max_model_len 300 --served_model_name=x_y", {"max_model_len": 300, "served_model_name": ["x_y"]}, ""),
         ("-m x.gguf -fa on --no-mmap --jinja", {"model": "x.gguf"}, "--no-mmap has no effect: the engine decides"),
         ("-- --swap-space", {"positional": "--swap-space"}, ""),
+        (
+            "MODEL --served-model-name a b --port 1",
+            {"positional": "MODEL", "served_model_name": ["a", "b"], "port": 1},
+            "",
+        ),
+        ("--served-model-name a MODEL", {"positional": "MODEL", "served_model_name": ["a"]}, ""),
+        ("--async-scheduling MODEL", {"positional": "MODEL"}, "asynchronously on a GPU by itself"),
+        ("--metrics MODEL", {"positional": "MODEL"}, "--metrics has no effect: the route /metrics is always there"),
     ],
 )
 def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys):
@@ -62,6 +70,12 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
         ("--cache-type-k q8_0", "--cache-type-k: use --kv-cache-dtype"),
         ("-n 5", "--n-predict: use the field max_tokens of each request"),
         ("-p hi", "--prompt: pass the text without an option: nanovllm generate TEXT"),
+        ("--root-path /x", "--root-path: a proxy may serve it below a path, if it removes the path"),
+        ("-O3 MODEL", "--optimization-level: kernels are chosen by kernel_priority"),
+        ("-hf org/model", "--hf-repo: use --model"),
+        ("-b 512", "--batch-size: use --max-num-batched-tokens"),
+        ("--top-k 3", "--top-k: use the field top_k of each request"),
+        ("-n 5 --temp 0", "--n-predict: use the field max_tokens of each request\n--temp: use the field temperature"),
         ("--speculative-config {}1", "--speculative-config: speculative decoding is not supported"),
     ],
 )
@@ -69,6 +83,45 @@ def test_options_that_are_not_supported_say_why(line, said):
     with pytest.raises(ValueError) as error:
         parsed(line)
     assert str(error.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("generate -p hi -n 8 --temp 0", "--prompt: pass the text without an option: nanovllm generate TEXT\n"
+         "--n-predict: use --max-tokens\n--temp: use --temperature"),
+        ("generate -f prompt.txt", "--file: use - as the text, which then comes from standard input"),
+        ("generate hi --ignore-eos", "--ignore-eos: this command lacks it; in Python SamplingParams has it"),
+        ("chat --repeat-penalty 1.1", "--repeat-penalty: use --repetition-penalty"),
+        ("bench serve --base-url http://x", "--base-url: pass the address without an option: nanovllm bench serve"),
+        ("bench serve URL --num-prompts 4 --request-rate 2",
+         "--num-prompts: use --num-requests\n--request-rate: use --rate"),
+        ("bench serve URL --save-result", "--save-result: use --json"),
+        ("bench serve http://x/v1/chat/completions", "url='http://x/v1/chat/completions': leave out the route"),
+    ],
+)  # fmt: skip
+def test_options_of_other_programs_say_what_to_type(line, said):
+    done = CliRunner().invoke(app, line.split())
+    assert str(done.exception).startswith(said)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("run model.gguf", "No such command 'run'; use nanovllm chat --model MODEL"),
+        ("pull model", "No such command 'pull'; --model takes a directory"),
+        ("bench latency --model x", "No such command 'bench latency'; use python bench.py in a clone"),
+    ],
+)
+def test_commands_of_other_programs_say_what_to_type(line, said):
+    done = CliRunner().invoke(app, line.split())
+    assert done.exit_code == 2 and said in done.output
+
+
+@pytest.mark.parametrize("command", ["", "generate ", "kernels list "])
+def test_a_short_option_shows_the_help(command):
+    done = CliRunner().invoke(app, f"{command}-h".split())
+    assert done.exit_code == 0 and done.output.startswith("Usage:") and "-h, --help" in done.output
 
 
 def test_other_unknown_options_name_the_nearest():

@@ -169,7 +169,9 @@ def process(tmp_path):
         try:
             lines, url = start(server)
             said = [json.loads(line)["message"] for line in lines]
-            assert said[0] == "Loading tiny ..." and any(text.startswith("weights loaded in ") for text in said), said
+            assert said[0] == f"Loading {tmp_path.name} ..." and any(
+                text.startswith("weights loaded in ") for text in said
+            ), said
             assert "tiny on cpu, float32, at " in said[-1]
             yield server, url
         finally:
@@ -220,6 +222,28 @@ def test_an_engine_does_not_outlive_its_server(process):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_signal_before_the_server_is_ready_ends_it_with_a_line(tmp_path, as_json):
+    tiny.save_with_tokenizer(tmp_path)
+    waits, begun = tmp_path / "waits.py", tmp_path / "begun"
+    waits.write_text(f"import os, pathlib, time\npathlib.Path({str(begun)!r}).write_text(str(os.getpid()))\n"
+                     f"time.sleep({LONG})\n")  # fmt: skip
+    command = [sys.executable, "-m", "nanovllm", "serve", str(tmp_path), "--port", "0", "--kernel-plugin", str(waits)]
+    command += ["--log-json"] * as_json
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            wait_until(lambda: begun.exists() and begun.read_text())
+            server.terminate()
+            last = server.stderr.read().splitlines()[-1]
+        finally:
+            server.kill()
+    assert server.returncode == -signal.SIGTERM
+    said = json.loads(last)["message"] if as_json else last.removeprefix("nanovllm: ")
+    assert said == "ended by SIGTERM before the server was ready"
+    wait_until(lambda: not alive(int(begun.read_text())))
+
+
+@pytest.mark.slow
 def test_all_processes_log_json(tmp_path):
     """Every line of every process is JSON, and one about a request has the client's id."""
     tiny.save_with_tokenizer(tmp_path)
@@ -230,7 +254,8 @@ def test_all_processes_log_json(tmp_path):
     command += ["--api-servers", "2"]
     allowed = [tiny.tokenizer().convert_tokens_to_ids("z")]
     body = {"prompt": "x", "structured_outputs": {"regex": "ab"}, "allowed_token_ids": allowed}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+    env = os.environ | {"VLLM_API_KEY": "of-another-engine"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as server:
         try:
             lines, url = start(server)
             named = {"x-request-id": "of-the-client"}
@@ -245,5 +270,6 @@ def test_all_processes_log_json(tmp_path):
     loggers = {record["logger"] for record in records if "rank" not in record}
     assert {"nanovllm.serve", "nanovllm.engine.llm_engine"} <= loggers
     assert {"nanovllm.engine.llm_engine"} <= {record["logger"] for record in records if record.get("rank") == 1}
+    assert any("VLLM_API_KEY is not read" in record["message"] for record in records)
     (early,) = [record for record in records if "ends early" in record["message"]]
     assert early["request_id"] == "of-the-client" and "request of-the-client ends early" in early["message"]

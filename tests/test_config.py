@@ -31,7 +31,10 @@ def test_is_never_mutated():
         (dict(model=""), "model=''"),
         (dict(load_format="pickle"), "load_format='pickle': must be one of auto, safetensors, gguf, dummy"),
         (dict(dtype="int8"), "dtype='int8': must be one of auto, float32, float16, bfloat16"),
-        (dict(max_model_len=0), "max_model_len=0: must be a positive integer"),
+        (
+            dict(max_model_len=-1),
+            "max_model_len=-1: must be a positive integer; a large one is lowered to what the model",
+        ),
         (dict(max_num_seqs=2.0), "max_num_seqs=2.0"),
         (dict(max_num_seqs=-1), "max_num_seqs=-1"),
         (dict(max_num_batched_tokens=0), "max_num_batched_tokens=0"),
@@ -68,6 +71,10 @@ def test_bad_values_are_named_with_what_is_allowed(arguments, said):
     with pytest.raises(ValueError) as error:
         EngineConfig(**dict(model="m") | arguments)
     assert said in str(error.value)
+
+
+def test_a_form_of_weights_may_be_written_as_gguf_does():
+    assert EngineConfig("m", quantization="Q4_K_M").quantization == "q4_k_m"
 
 
 def test_a_dtype_may_have_its_short_name():

@@ -45,6 +45,10 @@ class Target:
             raise ValueError(f"endpoint={self.endpoint!r}: must be completions or chat")
         if urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname:
             raise ValueError(f"url={self.url!r}: must be an address such as http://127.0.0.1:8000")
+        if urlsplit(self.url).path.rstrip("/").endswith("/completions"):
+            raise ValueError(
+                f"url={self.url!r}: leave out the route; the endpoint, completions or chat, is an argument of its own"
+            )
 
     def path(self, name: str) -> str:
         base = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")

@@ -60,6 +60,23 @@ _LATER = {
 }
 
 
+_OTHERS = {
+    name: remedy
+    for remedy, names in (
+        ("use nanovllm chat --model MODEL", ("run", "cli")),
+        ("use nanovllm generate TEXT --model MODEL", ("complete", "completion")),
+        ("use nanovllm generate with several texts, or LLM.generate in Python", ("run-batch", "batch")),
+        ("--model takes a directory, a .gguf file or a hub id, which is downloaded once",
+         ("pull", "list", "ls", "show", "create", "rm", "ps")),
+        ("use python bench.py in a clone, or nanovllm bench serve URL",
+         ("bench latency", "bench throughput", "bench startup", "bench sweep")),
+        ("embeddings are not supported", ("embed", "embedding")),
+    )
+    for name in names
+}  # fmt: skip
+"""Commands of vLLM, Ollama and llama.cpp."""
+
+
 class _InOrderOfUse(CommandGroup):
     """Lists the commands in the order in which a new user meets them, and imports those in `_LATER` at need."""
 
@@ -72,6 +89,9 @@ class _InOrderOfUse(CommandGroup):
         return super().get_command(ctx, cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for words in (" ".join(args[:2]), *args[:1]):
+            if words in _OTHERS:
+                ctx.fail(f"No such command {words!r}; {_OTHERS[words]}")
         if args and args[0] not in _ORDER:
             for name in _ORDER:  # the error proposes a name from `self.commands`
                 self.get_command(ctx, name)
@@ -91,13 +111,27 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},  # of all commands
     rich_markup_mode=None,  # plain help texts: tables of options would be cut at 80 columns
     help="A small, fast LLM inference engine whose kernels you can swap.",
 )
 
 _Temperature = Annotated[float, typer.Option(help="0 for always the most likely token.")]
 _TopP = Annotated[float, typer.Option(help="Nucleus sampling: keep the likeliest tokens up to this probability.")]
+_TopK = Annotated[int, typer.Option(help="Keep this number of the likeliest tokens; 0 keeps all.")]
+_MinP = Annotated[float, typer.Option(help="Keep tokens of at least this share of the likeliest one's probability.")]
+_Repetition = Annotated[float, typer.Option(help="Above 1, tokens that were there before become less likely.")]
 _Seed = Annotated[int | None, typer.Option(help="Makes the answers repeatable.")]
+
+
+@dataclass
+class _Filters:
+    """The arguments of `SamplingParams` that `chat` and `generate` have with the same defaults."""
+
+    top_k: _TopK = 0
+    min_p: _MinP = 0.0
+    repetition_penalty: _Repetition = 1.0
+    seed: _Seed = None
 
 
 @dataclass
@@ -175,12 +209,13 @@ def chat(
     temperature: _Temperature = 0.6,
     top_p: _TopP = 0.95,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in an answer.")] = 512,
-    seed: _Seed = None,
+    *,
+    filters: _Filters,
 ) -> None:
     """Talk with a model in the terminal. An empty line or Ctrl-D ends it; Ctrl-C cuts an answer short."""
     from nanovllm import SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, **vars(filters))
     llm = engine.load()
     messages = [{"role": "system", "content": system}] if system else []
     # Where either end is no terminal, standard output has the answers alone.
@@ -221,12 +256,16 @@ def chat(
 @app.command(cls=EngineCommand)
 @takes_records
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT", help="One or more prompts, completed together.")],
+    prompts: Annotated[
+        list[str],
+        typer.Argument(metavar="PROMPT", help="One or more prompts, completed together; - is standard input."),
+    ],
     engine: _Engine,
     temperature: _Temperature = 0.6,
     top_p: _TopP = 1.0,
     max_tokens: Annotated[int, typer.Option(help="Most tokens in a completion.")] = 128,
-    seed: _Seed = None,
+    *,
+    filters: _Filters,
 ) -> None:
     """Complete prompts as they stand, without a chat template. Ctrl-C cuts them short (exit status 130).
 
@@ -234,7 +273,8 @@ def generate(
     """
     from nanovllm import SamplingParams
 
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, **vars(filters))
+    prompts = [sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt for prompt in prompts]
     llm = engine.load()
     terminal, empty, interrupted = sys.stdout.isatty(), True, False
     if len(prompts) > 1:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.foreign_options import BenchCommand
 from nanovllm.cli.kernels_common import Json
 from nanovllm.cli.option_records import takes_records
 from nanovllm.console import WIDTH, Column, Rows, say
@@ -129,7 +130,7 @@ class _Loads:
         return [Load(count or 64, concurrency=None, rate=r, **common) for r in _numbers("--rate", self.rate)]
 
 
-@app.command()
+@app.command(cls=BenchCommand)
 @takes_records
 def serve(
     url: Annotated[
@@ -157,6 +158,7 @@ def serve(
     from nanovllm.bench.serving import Goal, measure
     from nanovllm.bench.serving_client import Target, get_json
 
+    endpoint = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}.get(endpoint, endpoint)  # as for vLLM
     target = Target(url, endpoint, model or "", api_key)
     if model is None:
         target = Target(url, endpoint, get_json(target, "models")["data"][0]["id"], api_key)

@@ -1,4 +1,4 @@
-"""Options of vLLM's, SGLang's and llama.cpp's servers, in `nanovllm serve`, `chat` and `generate`."""
+"""Options of vLLM, SGLang and llama.cpp, in `nanovllm serve`, `chat`, `generate` and `bench serve`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ _SHORT = {
     "-ngl": "--n-gpu-layers",
     "-np": "--parallel",
     "-fa": "--flash-attn",
+    "-f": "--file",
+    "-hf": "--hf-repo",
+    "-hfr": "--hf-repo",
+    "-b": "--batch-size",
+    "-ub": "--ubatch-size",
+    "-v": "--verbose",
+    "-sys": "--system-prompt",
 }
 """Short options of vLLM, SGLang and llama.cpp."""
 
@@ -43,7 +50,18 @@ SERVER_ARGUMENTS = table(
     ("usage is in every answer; a stream has it if stream_options asks for it", None, "enable_force_include_usage"
      " enable_prompt_tokens_details enable_cache_report"),
     ("every answer has the header X-Request-Id", None, "enable_request_id_headers"),
-    ("the chat template is the tokenizer's; edit a copy of it", (), "chat_template"),
+    ("the chat template is the tokenizer's; edit a copy of it", (), "chat_template chat_template_file"),
+    ("a proxy may serve it below a path, if it removes the path", ("", "/"), "root_path api_prefix"),
+    ("options are read from the command line alone; write them into a script", (), "config"),
+    ("clients need a certificate if ssl_ca_certs is given", (), "ssl_cert_reqs"),
+    ("put a proxy with these options before the server", (), "ssl_ciphers ssl_keyfile_password enable_ssl_refresh"
+     " middleware h11_max_header_count h11_max_incomplete_event_size"),
+    ("an origin of cors_origin may use every method and header", None, "allowed_methods allowed_headers"
+     " allow_credentials"),
+    ("answers have the role assistant", ("assistant",), "response_role"),
+    ("it is a field of requests; send it with them", (), "return_tokens_as_token_ids default_chat_template_kwargs"),
+    ("it listens at host and port; put a proxy before it", (), "uds"),
+    ("the engine's process is started by this command; use api_servers for more processes", (), "headless"),
     ("use api_servers", (), "api_server_count"),
     ("use cors_origin", (), "allowed_origins"),
     ("use otlp_endpoint", (), "otlp_traces_endpoint"),
@@ -52,7 +70,20 @@ SERVER_ARGUMENTS = table(
     ("use max_num_seqs", (), "parallel"),
     ("use served_model_name", (), "alias"),
     ("use kv_cache_dtype", (), "cache_type_k cache_type_v"),
+    ("use model", (), "hf_repo hf_file model_url"),
+    ("use max_num_batched_tokens", (), "batch_size ubatch_size"),
+    ("use log_level", (), "verbose log_verbosity"),
+    ("use system", (), "system_prompt"),
+    ("the route /metrics is always there", None, "metrics slots props"),
+    ("the engine schedules asynchronously on a GPU by itself", None, "async_scheduling"),
+    ("the page at / is always there", None, "webui"),
+    ("the limits of docs/serving.md are its time limits", (), "timeout"),
+    ("LoRA is not supported; merge the adapter into the weights", (), "lora"),
+    ("the engine generates text; leave it out: embeddings, scores and rewards are not supported", (), "embedding"
+     " embeddings rerank reranking pooling"),
+    ("use - as the text, which then comes from standard input: nanovllm generate - < FILE", (), "file"),
     ("use temperature", (), "temp"),
+    ("use repetition_penalty", (), "repeat_penalty"),
     ("use max_tokens", (), "n_predict predict"),
     ("pass the text without an option: nanovllm generate TEXT", (), "prompt"),
     ("set the environment variable NANOVLLM_CPU_THREADS to the number of threads", (), "threads threads_batch"),
@@ -61,8 +92,30 @@ SERVER_ARGUMENTS = table(
 )  # fmt: skip
 """Arguments of the servers of vLLM, SGLang and llama.cpp that the engines of the first two do not have."""
 
-_REQUEST_FIELDS = {name: f"the field {name} of each request" for name in ("temperature", "max_tokens")}
-"""Options of `generate` and `chat` which `serve` lacks."""
+BENCH_ARGUMENTS = table(
+    ("pass the address without an option: nanovllm bench serve http://127.0.0.1:8000", (), "base_url host port"),
+    ("use num_requests", (), "num_prompts"),
+    ("use concurrency", (), "max_concurrency"),
+    ("use rate", (), "request_rate"),
+    ("use input_len", (), "random_input_len"),
+    ("use output_len", (), "random_output_len sharegpt_output_len custom_output_len"),
+    ("prompts are random words; use prompts for a file of texts", ("random",), "dataset_name"),
+    ("use prompts, a text file with one prompt per line", (), "dataset_path"),
+    ("use endpoint with completions or chat", (), "backend endpoint_type"),
+    ("use json_file", (), "save_result save_detailed result_dir result_filename"),
+    ("use goal_ttft, goal_tpot or goal_e2e", (), "goodput"),
+    ("the table has medians and 99th percentiles; json_file has more", None, "percentile_metrics metric_percentiles"),
+    ("prompts are words or token ids; no tokenizer is needed", None, "tokenizer trust_remote_code tokenizer_mode"),
+    ("requests arrive at random times", (1, 1.0), "burstiness"),
+    ("the bar is shown in a terminal alone", None, "disable_tqdm"),
+)  # fmt: skip
+"""Options of `vllm bench serve`."""
+
+_SAMPLING = frozenset(
+    "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty max_tokens min_tokens n stop"
+    " stop_token_ids ignore_eos logprobs logit_bias bad_words".split()
+)
+"""Arguments of `SamplingParams`: fields of a request to `serve`, and in part options of `generate` and `chat`."""
 
 _FLAGS = frozenset(
     "trust_remote_code fully_sharded_loras skip_mm_profiling language_model_only worker_use_ray calculate_kv_scales"
@@ -71,8 +124,11 @@ _FLAGS = frozenset(
     " scheduler_reserve_full_isl fail_on_environ_validation multi_step_stream_outputs specialize_active_lora"
     " guided_decoding_disable_fallback guided_decoding_disable_any_whitespace kv_sharing_fast_prefill"
     " allow_deprecated_quantization tokens_only async_engine data_parallel_hybrid_lb data_parallel_external_lb"
-    " data_parallel_multi_port_external_lb mlock mmap jinja cont_batching".split()
+    " data_parallel_multi_port_external_lb mlock mmap jinja cont_batching return_tokens_as_token_ids headless metrics"
+    " slots props webui verbose embedding embeddings rerank reranking allow_credentials save_result save_detailed"
+    " async_scheduling ignore_eos".split()
 )
+_FIELD = "the field {} of each request"
 _ARE_FLAGS = ("enable_", "disable_", "use_")
 _HAVE_VALUES = frozenset(["disable_access_log_for_endpoints"])
 
@@ -86,7 +142,61 @@ class EngineCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name: p for p in self.params for name in (*p.opts, *p.secondary_opts)}
-        return super().parse_args(ctx, list(_without_foreign(args, known)))
+        refused: list[str] = []
+        if "--served-model-name" in known:
+            args = _with_each_name(args)
+        taken = list(self._without_foreign(args, known, refused))
+        if refused:
+            raise ValueError("\n".join(refused))
+        return super().parse_args(ctx, taken)
+
+    def answer_to(self, name: str) -> ForeignArgument | None:
+        """What is said of an option that this command lacks; name: as an argument in Python."""
+        return SERVER_ARGUMENTS.get(name) or ENGINE_ARGUMENTS.get(name)
+
+    def place_of(self, name: str) -> str:
+        """Where an argument belongs that this command lacks; empty if it is another engine's."""
+        if name in _of_serve():
+            return "this command lacks it; `nanovllm serve` has it, and in Python LLM(...)"
+        if name not in _SAMPLING:
+            return ""
+        if self.name == "serve":
+            return f"use {_FIELD.format(name)}"
+        return "this command lacks it; in Python SamplingParams has it, and requests to `nanovllm serve`"
+
+    def _without_foreign(self, args: list[str], known: Mapping[str, Any], refused: list[str]) -> Iterator[str]:
+        """The arguments without the options of other engines. As for vLLM, `--max_model_len` is `--max-model-len`.
+
+        Args:
+            refused: takes a line for each option that is not supported, has another name here, or only another
+                command has.
+        """
+        rest = iter(range(len(args)))
+        for i in rest:
+            given, equals, value = re.sub(r"^-O(\d)$", r"--optimization-level=\1", args[i]).partition("=")
+            given = given if given in known else _SHORT.get(given, given)
+            if given not in known and given.replace("_", "-") in known:
+                given = given.replace("_", "-")
+            name = given.removeprefix("--").replace("-", "_")
+            off = name.startswith("no_") and self.answer_to(name) is None
+            argument = self.answer_to(name.removeprefix("no_") if off else name)
+            if given == "--":
+                yield from args[i:]
+                return
+            here = any(p.name == name.removeprefix("no_") for p in known.values())
+            elsewhere = "" if here or not given.startswith("--") else self.place_of(name.removeprefix("no_"))
+            if given in known or not given.startswith("--") or argument is None and not elsewhere:
+                yield given + equals + value
+                continue
+            flag = off or name in _FLAGS or name.startswith(_ARE_FLAGS) and name not in _HAVE_VALUES
+            if not equals and not flag and i + 1 < len(args) and not args[i + 1].startswith("-"):
+                value = args[next(rest)]
+            if elsewhere or argument is None:
+                refused.append(f"{given}: {elsewhere}")
+            elif not argument.is_harmless(_parsed(value) if value else not off):
+                refused.append(f"{given}: {_as_options(argument.answer, known)}")
+            else:
+                say(f"{given} has no effect: {_as_options(argument.answer, known)}", sys.stderr)
 
     def get_help(self, ctx: Any) -> str:
         """The help text. Of an argument that may be repeated it has the type of one value: PROMPT... <str>."""
@@ -94,36 +204,14 @@ class EngineCommand(TyperCommand):
         return re.sub(r"(\w+) <list\[(\w+)\]>", lambda m: f"{m[1]}... <{m[2]}>".ljust(len(m[0])), text)
 
 
-def _without_foreign(args: list[str], known: Mapping[str, Any]) -> Iterator[str]:
-    """The arguments without the options of other engines. As for vLLM, `--max_model_len` is `--max-model-len`.
+class BenchCommand(EngineCommand):
+    """`nanovllm bench serve`, which knows the options of `vllm bench serve`."""
 
-    Raises:
-        ValueError: an option is not supported, has another name here, or only `nanovllm serve` has it.
-    """
-    rest = iter(range(len(args)))
-    for i in rest:
-        given, equals, value = args[i].partition("=")
-        given = given if given in known else _SHORT.get(given, given)
-        if given not in known and given.replace("_", "-") in known:
-            given = given.replace("_", "-")
-        name = given.removeprefix("--").replace("-", "_")
-        off = name.startswith("no_") and name not in SERVER_ARGUMENTS
-        argument = _argument(name.removeprefix("no_") if off else name)
-        if given == "--":
-            yield from args[i:]
-            return
-        here = any(p.name == name.removeprefix("no_") for p in known.values())
-        if given.startswith("--") and not here and name.removeprefix("no_") in _of_serve():
-            raise ValueError(f"{given}: this command lacks it; `nanovllm serve` has it, and in Python LLM(...)")
-        if given in known or not given.startswith("--") or argument is None:
-            yield given + equals + value
-            continue
-        flag = off or name in _FLAGS or name.startswith(_ARE_FLAGS) and name not in _HAVE_VALUES
-        if not equals and not flag and i + 1 < len(args) and not args[i + 1].startswith("-"):
-            value = args[next(rest)]
-        if not argument.is_harmless(_parsed(value) if value else not off):
-            raise ValueError(f"{given}: {_as_options(argument.answer, known)}")
-        say(f"{given} has no effect: {_as_options(argument.answer, known)}", sys.stderr)
+    def answer_to(self, name: str) -> ForeignArgument | None:
+        return BENCH_ARGUMENTS.get(name)
+
+    def place_of(self, name: str) -> str:
+        return ""
 
 
 def _of_serve() -> frozenset[str]:
@@ -133,8 +221,17 @@ def _of_serve() -> frozenset[str]:
     return frozenset(field.name for field in fields(EngineOptions))
 
 
-def _argument(name: str) -> ForeignArgument | None:
-    return SERVER_ARGUMENTS.get(name) or ENGINE_ARGUMENTS.get(name)
+def _with_each_name(args: list[str]) -> list[str]:
+    """`MODEL --served-model-name a b`, as vLLM takes it, with the option before each name."""
+    if not (args and not args[0].startswith("-") or {"-m", "--model"} & set(args)):
+        return args  # a word without an option may be the model
+    found: list[str] = []
+    names = 0
+    for arg in args:
+        given = arg.startswith("-")
+        names = int(arg in ("--served-model-name", "--served_model_name")) if given else names and names + 1
+        found += ["--served-model-name", arg] if names > 2 else [arg]
+    return found
 
 
 def _parsed(value: str) -> Any:
@@ -147,6 +244,8 @@ def _parsed(value: str) -> Any:
 
 def _as_options(answer: str, known: Mapping[str, Any]) -> str:
     """The answer with the names of this command's options as they are typed."""
-    options = _REQUEST_FIELDS | {p.name: p.opts[0] for p in known.values() if p.opts[0].startswith("--")}
+    options = {name: _FIELD.format(name) for name in _SAMPLING} | {
+        p.name: p.opts[0] for p in known.values() if p.opts[0].startswith("--")
+    }
     options |= {f"{p.name}=False": p.secondary_opts[0] for p in known.values() if p.secondary_opts}
     return re.sub(r"(?<=use )\w+(=False)?|\b\w+_\w+\b", lambda word: options.get(word[0], word[0]), answer)

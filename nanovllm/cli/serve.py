@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import sys
+import threading
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,8 +21,8 @@ from nanovllm.cli.serve_options import (
     RayOptions,
     ReportOptions,
 )
-from nanovllm.console import StatusLine, working
-from nanovllm.log_format import say_as_log
+from nanovllm.console import StatusLine, erased_line, working
+from nanovllm.log_format import JsonFormatter, say_as_log
 from nanovllm.weights.model_path import check_model_path
 from nanovllm.wording import counted
 
@@ -56,6 +59,7 @@ def serve(
     if ray.ray_address is None:  # else only the machines of that cluster need have it
         check_model_path(path)
     config = engine.config(path)
+    _say_if_terminated(reports.log_json)
     try:
         import uvicorn  # noqa: F401
 
@@ -116,7 +120,8 @@ def _run(
         sock, *others = listener.open_several(count)  # before the model is loaded, which takes longer
         client: Any
         siblings = None
-        loading = f"Loading {options.model_names[0]} ..."
+        named = os.path.basename(os.path.abspath(config.model)) if os.path.exists(config.model) else config.model
+        loading = f"Loading {named} ..."
         if not sys.stderr.isatty():
             _say(loading, reports.log_json)
         with working(loading, timed=True):
@@ -148,6 +153,24 @@ def _warn_without_key(listener: Listener, options: ServeOptions) -> None:
             "the server listens at %s without a key: every client that reaches it may use it; pass --api-key",
             listener.host,
         )
+    if not options.api_keys and "VLLM_API_KEY" in os.environ:
+        logging.getLogger("nanovllm.serve").warning("VLLM_API_KEY is not read, so no key is needed; set NANOVLLM_API_KEY")
+
+
+def _say_if_terminated(as_json: bool) -> None:
+    """From now on, until the server has handlers of its own, SIGTERM ends this process with a line."""
+    text = "ended by SIGTERM before the server was ready"
+    record = logging.LogRecord("nanovllm.serve", logging.WARNING, __file__, 0, text, None, None)
+
+    def end(number: int, _frame: Any) -> None:
+        # a thread writes the logs, and this process ends at once
+        line = JsonFormatter().format(record) if as_json else f"{erased_line()}nanovllm: {text}"
+        print(line, file=sys.stderr, flush=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
 
 
 def _say(text: str, as_json: bool) -> None:

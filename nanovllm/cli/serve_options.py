@@ -156,8 +156,8 @@ class AccessOptions:
     api_key: Annotated[
         list[str] | None,
         _option(
-            "A key that clients must send; repeatable. The keys in NANOVLLM_API_KEY, separated by spaces, count only"
-            " without this option and --api-key-file.",
+            "A key of at least 8 characters that clients must send; repeatable. The keys in NANOVLLM_API_KEY, separated"
+            " by spaces, count only without this option and --api-key-file.",
             metavar="KEY",
             show_default=False,
         ),

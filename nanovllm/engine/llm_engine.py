@@ -110,6 +110,8 @@ class LLMEngine:
 
     def add_request(self, prompt: Any, params: SamplingParams | None = None, incremental: bool = False) -> Request:
         """`make_request` and `queue`."""
+        if isinstance(params, (str, list, dict)):
+            raise TypeError("add_request takes a prompt and its SamplingParams; the engine numbers the requests itself")
         request = self.make_request(prompt, params, incremental)
         self.queue(request)
         return request

@@ -8,16 +8,19 @@ import time
 import pytest
 import torch
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.chat.template import chat_text
 from nanovllm.config import Config, EngineConfig
 from nanovllm.foreign_arguments import (
     CALL_ARGUMENTS,
     ENGINE_ARGUMENTS,
+    NAMES,
     SAMPLING_ARGUMENTS,
     STRUCTURED_OUTPUT_ARGUMENTS,
 )
 from nanovllm.kernels.ops import sample
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from tests.llm.small_llm import (
     GREEDY,
     MAX_LEN,
@@ -228,6 +231,11 @@ def test_no_code_of_a_checkpoint_is_run_though_it_is_trusted(tmp_path):
         (dict(data_parallel_size=2), "data_parallel_size=2: copies of a model are engines of their own; start one"),
         (dict(tp_size=2), "tp_size=2: use tensor_parallel_size"),
         (dict(cache_dir="/tmp"), "cache_dir='/tmp': a hub id is looked up in the Hugging Face cache"),
+        (
+            dict(chat_template="x"),
+            "chat_template='x': the chat template is the tokenizer's; pass another one to LLM.chat",
+        ),
+        (dict(n_gpu_layers=20), "n_gpu_layers=20: all layers are on one device; use device"),
         (dict(ubatch=2), "an unknown argument 'ubatch'; known are model, "),
         (dict(hf_overrides=print), "hf_overrides=<built-in function print>: the checkpoint's config.json decides"),
     ],
@@ -246,6 +254,25 @@ _DO = r"(^|; |, or )(use|pass|set|close|leave|put|send|merge|make|edit|delete|wr
 def test_what_is_refused_says_what_to_do(table):
     refusals = {argument.answer for argument in table.values() if argument.harmless is not None}
     assert [answer for answer in refusals if not re.search(_DO, answer)] == []
+
+
+def test_names_that_others_export_say_what_to_import():
+    assert nanovllm.RequestOutput is RequestOutput and nanovllm.CompletionOutput is CompletionOutput
+    for name in NAMES:
+        with pytest.raises(ImportError) as error:
+            getattr(nanovllm, name)
+        assert str(error.value) == f"nanovllm has no {name}; {NAMES[name]}"
+        if NAMES[name].startswith("from "):
+            exec(NAMES[name])
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from nanovllm import Nothing  # noqa: F401
+
+
+def test_a_request_id_for_the_engine_is_answered(llm):
+    with pytest.raises(TypeError, match="the engine numbers the requests itself"):
+        llm.llm_engine.add_request("1", "Hi", GREEDY)
+    with pytest.raises(ValueError, match="prompt embeddings are not supported; pass text or token ids"):
+        llm.generate({"prompt_embeds": [0.5]})
 
 
 def test_a_reasoning_parser_has_no_effect_as_on_the_command_line(directory):
