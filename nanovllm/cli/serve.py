@@ -154,7 +154,9 @@ def _warn_without_key(listener: Listener, options: ServeOptions) -> None:
             listener.host,
         )
     if not options.api_keys and "VLLM_API_KEY" in os.environ:
-        logging.getLogger("nanovllm.serve").warning("VLLM_API_KEY is not read, so no key is needed; set NANOVLLM_API_KEY")
+        logging.getLogger("nanovllm.serve").warning(
+            "VLLM_API_KEY is not read, so no key is needed; set NANOVLLM_API_KEY"
+        )
 
 
 def _say_if_terminated(as_json: bool) -> None:
