@@ -162,10 +162,10 @@ def _warn_without_key(listener: Listener, options: ServeOptions) -> None:
 def _say_if_terminated(as_json: bool) -> None:
     """From now on, until the server has handlers of its own, SIGTERM ends this process with a line."""
     text = "ended by SIGTERM before the server was ready"
-    record = logging.LogRecord("nanovllm.serve", logging.WARNING, __file__, 0, text, None, None)
 
     def end(number: int, _frame: Any) -> None:
         # a thread writes the logs, and this process ends at once
+        record = logging.LogRecord("nanovllm.serve", logging.WARNING, __file__, 0, text, None, None)
         line = JsonFormatter().format(record) if as_json else f"{erased_line()}nanovllm: {text}"
         print(line, file=sys.stderr, flush=True)
         signal.signal(number, signal.SIG_DFL)
