@@ -15,6 +15,7 @@ constexpr int64_t MANY = 64;  // tokens from which on all products of a step may
 constexpr int64_t LONG = 1 << 27;  // products of numbers: 1 to 5 ms of a thread; AMX is some eight times as fast
 
 void products(Threads& threads, std::initializer_list<Product> all, const Tokens& x) {
+    if (!x.count) return;  // the LM head, in a step that ends no prompt
     // Tasks of few tokens are small, so that threads end at the same time. A task reads all tokens, and many are more than a
     // cache holds. Then tasks are larger: about eight for each thread, of four tiles at least.
     int64_t tiles = 0, chunk = 4, columns = 0;

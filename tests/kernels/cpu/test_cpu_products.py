@@ -71,6 +71,14 @@ def test_products_are_those_of_the_dequantised_weights(format, rows, columns, co
     assert relative_error(packed.product(x), x.double() @ weight.double().T) < 1e-6
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("activations", ["float32", "int8"])
+def test_no_token_has_no_products(format, activations):
+    """As of the LM head in a step that ends no prompt."""
+    packed, _ = random_matrix(format, 100, 1280, activations=activations)
+    assert packed.product(torch.empty(0, 1280)).shape == (0, 100)
+
+
 def test_matrices_of_which_a_cache_holds_some_rows():
     packed, weight = random_matrix("F32", 600, 3072)
     x = torch.randn(47, 3072)
