@@ -4,9 +4,11 @@ import json
 import re
 
 import pytest
+import torch
 import typer
 
 from nanovllm.kernels import all_ops
+from nanovllm.kernels.cpu.build import cpu_support
 from tests.commands import run, run_here
 from tests.providers import registered
 
@@ -29,6 +31,23 @@ def test_kernels_why():
     ]:
         done = run_here("kernels", *args)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(cpu_support(torch.device("cpu")) is not None, reason="the C++ kernels cannot run here")
+def test_why_names_the_fused_ops_that_a_plugin_leaves_out(tmp_path):
+    (tmp_path / "plugin.py").write_text(
+        "from nanovllm.kernels import rms_norm\n\n"
+        "@rms_norm.provider('mine', support=lambda device: None)\n"
+        "def mine(x, weight, eps):\n    return rms_norm.native(x, weight, eps)\n"
+    )
+    here = "--device", "cpu"
+    with_plugin = *here, "--kernel-plugin", str(tmp_path / "plugin.py")
+    for op, options, left_out in (
+        ("rms_norm", with_plugin, ["decoder_step (cpu)"]), ("softmax", with_plugin, []), ("rms_norm", here, []),
+    ):  # fmt: skip
+        assert json.loads(run_here("kernels", "why", op, *options, "--json", "-").stdout)["left_out"] == left_out
+        shown = run_here("kernels", "why", op, *options).stdout.replace("\n", " ")
+        assert ("do without these fused ops, which contain rms_norm: decoder_step (cpu)." in shown) == bool(left_out)
 
 
 def test_kernels_show():

@@ -99,7 +99,7 @@ def why(
     """Which provider runs an op here, and why the others do not."""
     where, ops, origins = common.prepare(device, kernel_plugin)
     from nanovllm.kernels import KernelError
-    from nanovllm.kernels.op.selection import why_selected
+    from nanovllm.kernels.op.selection import left_out, why_selected
     from nanovllm.kernels.testing.verify import Case
 
     declared = common.only(ops, op)
@@ -122,10 +122,13 @@ def why(
                     row["reason"] = str(e)
     because = why_selected(declared, where, origins)
     taken = next((r["provider"] for r in rows if r["chosen"] and r["reason"] is None), "native")
-    document = {"op": op, "runs": taken, "because": because, "call": call, "providers": rows}
+    unused = left_out(declared, where, origins)
+    document = {"op": op, "runs": taken, "because": because, "call": call, "providers": rows, "left_out": unused}
     if write_json(json_file, document):
         return
     say(f"{op} on {common.device_name(where)}: {taken} runs, because {because}.")
+    if unused:
+        say(f"So engines do without these fused ops, which contain {op}: {', '.join(unused)}.")
     if "bytes" in call:
         moved = f"moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops"
         say(f"A call of shape {shape} in {call['dtype']} {moved}.")

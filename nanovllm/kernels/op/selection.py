@@ -129,6 +129,20 @@ def _named_parts(
     ]
 
 
+def left_out(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[str]:
+    """The fused ops that engines with these plugins do not use, because the user chose a provider of this op.
+
+    Each is followed by its provider that would run else; if that is `native`, nothing is lost.
+    """
+    ops, sources = all_ops(), from_environment()
+    usual = {
+        fused.name: _choose(fused, device, sources, plugins).name
+        for fused in ops.values()
+        if declared.name in _named_parts(fused, ops, sources, plugins, device)
+    }
+    return [f"{name} ({provider})" for name, provider in usual.items() if provider != NATIVE]
+
+
 def ranked_providers(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[Provider]:
     """The op's available providers, first the one that runs in an engine with these plugins."""
     available = [p for p in declared.providers.values() if p.support(device) is None]
