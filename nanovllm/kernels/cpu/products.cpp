@@ -91,7 +91,12 @@ inline void quantised_tiles(const Weight& w, int64_t begin, int64_t end, const T
 
 // ---- Weights that are floats
 
-constexpr int FEW = 8;  // tokens that one pass over the weights takes
+// Tokens that one pass over a tile takes: their sums are in registers.
+#if defined(__AVX512F__)
+constexpr int FEW = 8;
+#else
+constexpr int FEW = 3;
+#endif
 // A panel: weights of some rows and columns as floats, in the first-level cache, that are multiplied with PANEL_TOKENS tokens
 // at once. Registers hold a sum for each row and token: as a product takes four cycles, at least eight must be independent.
 #if defined(__AVX512F__)
@@ -109,78 +114,40 @@ constexpr int SUMMED = PANELS_OF_CODES ? 64 : PANEL_GROUPS * GROUP;
 template <typename Element>
 constexpr int COLUMNS_OF = std::is_same_v<Element, float> ? 1 : 2;
 
-// R tiles for M tokens, at most FEW.
-template <typename T, int R, int M>
+// A tile for M tokens, at most FEW.
+template <typename T, int M>
 inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-    const int64_t blocks = blocks_of<T>(w.columns), bytes = blocks * T::BYTES;
-    const float* values = x.values + token * x.stride;
-    Floats acc[R][M][2] = {};
-    for (int64_t g = 0; g < blocks * T::GROUPS; g++) {
-        const float* at = values + g * GROUP;
-        const int64_t block = g / T::GROUPS;
-        const int j = (int)(g % T::GROUPS);
-#pragma GCC unroll 2
-        for (int i = 0; i < LANES; i++) {
-            for (int r = 0; r < R; r++) {
-                const uint8_t* from = w.data + (tile + r) * bytes + block * T::BYTES;
-                const Rows low = T::column(from, j, i), high = T::column(from, j, i + LANES);
-                for (int m = 0; m < M; m++) {
-                    add_product(acc[r][m][0], low, at[m * x.stride + i]);
-                    add_product(acc[r][m][1], high, at[m * x.stride + i + LANES]);
-                }
-            }
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int m = 0; m < M; m++) out.put(token + m, tile + r, acc[r][m][0] + acc[r][m][1]);
-}
-
-// A tile for one token: `few` with one stream of weights in place of four, fetched ahead, as tiles follow each other. The
-// sums are in the order of `few`.
-template <typename T>
-inline void one_token(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
     constexpr int AHEAD = 6144, PIECE = T::BYTES / T::GROUPS / LANES;  // bytes of two columns
     const int64_t blocks = blocks_of<T>(w.columns);
     const float* values = x.values + token * x.stride;
     const uint8_t* block = w.data + tile * blocks * T::BYTES;
-    Floats low{}, high{};
-    for (int64_t b = 0; b < blocks; b++, block += T::BYTES) {
+    Floats low[M] = {}, high[M] = {};
+    const auto two_columns = [&](int j, int i) {
+        // Tiles follow each other in memory. One line after the other: many at once would hold up the loads between them.
+        for (int k = 0; k < PIECE; k += 64) __builtin_prefetch(block + AHEAD + (j * LANES + i) * PIECE + k);
+        const Rows left = T::column(block, j, i);
+        for (int m = 0; m < M; m++) add_product(low[m], left, values[m * x.stride + i]);
+        const Rows right = T::column(block, j, i + LANES);
+        for (int m = 0; m < M; m++) add_product(high[m], right, values[m * x.stride + i + LANES]);
+    };
+    for (int64_t b = 0; b < blocks; b++, block += T::BYTES)
         for (int j = 0; j < T::GROUPS; j++, values += GROUP)
+            if constexpr (M == 1) {
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) {
-                // One line after the other: many at once would hold up the loads between them.
-                for (int k = 0; k < PIECE; k += 64) __builtin_prefetch(block + AHEAD + (j * LANES + i) * PIECE + k);
-                add_product(low, T::column(block, j, i), values[i]);
-                add_product(high, T::column(block, j, i + LANES), values[i + LANES]);
+                for (int i = 0; i < LANES; i++) two_columns(j, i);
+            } else {
+#pragma GCC unroll 4
+                for (int i = 0; i < LANES; i++) two_columns(j, i);
             }
-    }
-    out.put(token, tile, low + high);
+    for (int m = 0; m < M; m++) out.put(token + m, tile, low[m] + high[m]);
 }
 
-template <typename T, int M>
-inline void few_tiles(const Weight& w, int64_t begin, int64_t end, const Tokens& x, int64_t token, const Output& out) {
-    constexpr int R = M == 1 ? 4 : M <= 4 ? 2 : 1;
-    int64_t tile = begin;
-    // Two sums keep up with memory where a weight takes 2 bytes or more.
-    if constexpr (M == 1 && T::BYTES >= 2 * T::GROUPS * GROUP * TILE) {
-        for (; tile < end; tile++) one_token<T>(w, tile, x, token, out);
-        return;
-    }
-    for (; tile + R <= end; tile += R) few<T, R, M>(w, tile, x, token, out);
-    for (; tile < end; tile++) few<T, 1, M>(w, tile, x, token, out);
-}
-
-template <typename T>
-inline void few_tokens(const Weight& w, int64_t begin, int64_t end, const Tokens& x, int64_t token, int count, const Output& out) {
-    if (count == FEW) return few_tiles<T, FEW>(w, begin, end, x, token, out);
-    if (count >= 4) {
-        few_tiles<T, 4>(w, begin, end, x, token, out);
-        token += 4;
-        count -= 4;
-    }
-    if (count == 1) few_tiles<T, 1>(w, begin, end, x, token, out);
-    if (count == 2) few_tiles<T, 2>(w, begin, end, x, token, out);
-    if (count == 3) few_tiles<T, 3>(w, begin, end, x, token, out);
+// A tile for any number of tokens. After the first of them its weights are in a cache.
+template <typename T, int M = FEW>
+inline void few_tokens(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
+    for (; token + M <= x.count; token += M) few<T, M>(w, tile, x, token, out);
+    if constexpr (M > 1)
+        if (token < x.count) few_tokens<T, M - 1>(w, tile, x, token, out);
 }
 
 // to += weights times the float or pair at x.
@@ -327,8 +294,7 @@ void tiles_part(const Product& product, int64_t begin, int64_t end, const Tokens
             if constexpr (CAN_ROUND && std::is_same_v<typename T::Source, BF16>)
                 if (w.rounds && x.pairs) return panels(x.pairs);
             if (x.count >= PANEL_FROM) return panels(x.values);
-            for (int64_t m = 0; m < x.count; m += FEW)
-                few_tokens<T>(w, begin, end, x, m, (int)std::min<int64_t>(FEW, x.count - m), out);
+            for (int64_t tile = begin; tile < end; tile++) few_tokens<T>(w, tile, x, 0, out);
         }
     });
 }
