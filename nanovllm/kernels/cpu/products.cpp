@@ -132,7 +132,7 @@ inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, c
     };
     for (int64_t b = 0; b < blocks; b++, block += T::BYTES)
         for (int j = 0; j < T::GROUPS; j++, values += GROUP)
-            if constexpr (M == 1) {
+            if constexpr (M <= 3) {  // with more tokens GCC would write sums to memory
 #pragma GCC unroll 16
                 for (int i = 0; i < LANES; i++) two_columns(j, i);
             } else {
