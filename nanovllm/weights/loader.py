@@ -72,7 +72,7 @@ def _where(error: WeightError, checkpoint: Checkpoint) -> str:
         return ""
     layout = SourceLayout(checkpoint.config, checkpoint.format)
     for header in _stored_headers(checkpoint) if error.tensor else ():
-        if error.tensor == header.name or error.tensor in [piece.name for piece in layout.headers([header])]:
+        if error.tensor == header.name or error.tensor in layout.piece_names(header.name):
             return f"{header.file}: " + ("" if repr(header.stored_name) in str(error) else f"{header.stored_name!r}: ")
     return f"{checkpoint.path}: "
 

@@ -65,6 +65,10 @@ class SourceLayout:
             made += [header._replace(name=name, shape=(rows, *header.shape[1:])) for name, rows in pieces] or [header]
         return made
 
+    def piece_names(self, name: str) -> list[str]:
+        """The names of the tensors that are fused in this one; none, if it is not fused."""
+        return [piece for piece, _ in self._pieces(name)]
+
     def stored_parts(self, parts: Mapping[str, Part]) -> dict[str, Part]:
         """The parts of tensors that are stored as they are; those that may be fused are read whole, and then cut."""
         return {name: part for name, part in parts.items() if _leaf(name) not in self._fused}

@@ -83,6 +83,13 @@ def test_values_that_cannot_be(copy, name, plane, spoil, said):
     refused(directory, f"{directory / 'model.safetensors'}: tensor '{UP}", said)
 
 
+def test_an_error_beside_fused_planes_of_another_shape_names_the_file(tmp_path):
+    write(tmp_path, FORMATS["gptq-act-order"], "phi3", num_hidden_layers=1)
+    o_proj = "model.layers.0.self_attn.o_proj."
+    edit(tmp_path, lambda t: t[o_proj + "g_idx"][:3].fill_(0))
+    refused(tmp_path, f"{tmp_path / 'model.safetensors'}: tensor '{o_proj}g_idx' does not name groups of 32 columns")
+
+
 @pytest.mark.parametrize(
     "changes, words",
     [
