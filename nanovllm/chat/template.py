@@ -78,7 +78,7 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
         )
     template = str(given.get("chat_template", tokenizer.chat_template))
     for i, role in enumerate(message["role"] for message in messages):
-        if role not in _ROLES and role not in template:
+        if role not in _ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
             raise ValueError(
                 f"{name}[{i}]: role={brief(role)}: expected {', '.join(_ROLES[:-1])} or {_ROLES[-1]}, or a role that"
                 " the model's chat template names"

@@ -30,5 +30,7 @@ def test_a_role_that_neither_is_usual_nor_in_the_template_is_refused():
     messages = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "hello"}]
     with pytest.raises(ValueError, match=r"^messages\[1\]: role='bot': expected system, .* or function, or a role"):
         chat_text(tokenizer, "messages", messages, {"chat_template": CHATML})
-    named = CHATML + "{# bot #}"
+    with pytest.raises(ValueError, match=r"^messages\[0\]: role='m': expected system"):
+        chat_text(tokenizer, "messages", [{"role": "m", "content": "hi"}], {"chat_template": CHATML})
+    named = CHATML + "{# 'bot' #}"
     assert chat_text(tokenizer, "messages", messages, {"chat_template": named}) == "[user]hi[bot]hello"
