@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 _END = b"\0"
 _END_SECONDS = 5.0
@@ -23,23 +23,27 @@ def shared_stderr() -> Iterator[str]:
         path = os.path.join(folder, "stderr")
         os.mkfifo(path, 0o600)
         pipe = os.open(path, os.O_RDWR)  # for writing, too, so that it does not end with its first writer
-        thread = threading.Thread(target=_copy, args=(pipe,), name="standard error of replicas", daemon=True)
+        ended = threading.Event()
+        thread = threading.Thread(target=_copy, args=(pipe, ended), name="standard error of replicas", daemon=True)
         thread.start()
         try:
             yield path
         finally:
+            ended.set()
             os.write(pipe, _END)
             thread.join(_END_SECONDS)
             if not thread.is_alive():
                 os.close(pipe)
 
 
-def _copy(pipe: int) -> None:
+def _copy(pipe: int, ended: threading.Event) -> None:
+    """It goes on whatever replicas write, and if standard error is closed: a full pipe would stop the replicas."""
     with open(2, "wb", buffering=0, closefd=False) as stderr:
         while True:
             data = os.read(pipe, 1 << 16)
-            stderr.write(data.replace(_END, b""))
-            if _END in data:
+            with suppress(OSError):
+                stderr.write(data.replace(_END, b""))
+            if _END in data and ended.is_set():
                 return
 
 
