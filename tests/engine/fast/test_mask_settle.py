@@ -1,0 +1,96 @@
+"""Where nothing may fill masks any more: before other steps, before a capture, after a failure, before a plain fill."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.engine.fast.gates import SECONDS, RecordingGate, fill_slowly
+from tests.engine.fast.test_mask_gate import builder_with, gated
+from tests.engine.fast.test_mask_thread import PARAMS, PROMPTS, engine
+from tests.engine.test_token_masks import allowed, row
+
+
+@pytest.fixture
+def behind(directory):
+    """(an engine whose thread fills masks, while its stream is far behind; its gate; what lets them be filled)"""
+    policy, made = gated()
+    llm = engine(directory, policy)
+    llm.engine.add_request(PROMPTS[0], PARAMS[0])
+    for _ in range(4):
+        llm.engine.step()
+    (gate,) = made
+    gate.wait = gate.waited.append
+    may_fill = threading.Event()
+    fill_slowly(llm, lambda: may_fill.wait(SECONDS))
+    llm.engine.step()
+    assert not gate.is_open(gate.waited[-1])
+    yield llm, gate, may_fill
+    may_fill.set()
+
+
+def soon(event):
+    """Long enough that what does not wait for the event comes before it."""
+    threading.Timer(0.5, event.set).start()
+
+
+def noting(gate, opened, call):
+    """`call`, which notes whether all masks that were begun are there."""
+    begun = gate.waited[-1]
+    return lambda *args: (opened.append(gate.is_open(begun)), call(*args))[1]
+
+
+def test_a_step_that_runs_kernel_by_kernel_waits_for_them(behind, monkeypatch):
+    llm, gate, may_fill = behind
+    fast, opened = llm.engine.runner.fast, []
+    monkeypatch.setattr(fast, "logits", noting(gate, opened, fast.logits))
+    llm.engine.add_request(PROMPTS[1], PARAMS[1])
+    soon(may_fill)
+    llm.engine.step()
+    assert opened == [True]
+
+
+def test_a_capture_waits_for_them(behind, monkeypatch):
+    llm, gate, may_fill = behind
+    graphs, opened = llm.engine.runner.fast.decoder.graphs, []
+    monkeypatch.setattr(graphs, "has_model", lambda shape: False)
+    monkeypatch.setattr(graphs, "run_model", noting(gate, opened, graphs.run_model))
+    soon(may_fill)
+    llm.engine.step()
+    assert opened == [True]
+
+
+def test_a_failure_waits_for_them(behind, monkeypatch):
+    llm, gate, may_fill = behind
+    graphs = llm.engine.runner.fast.decoder.graphs
+
+    def fail(*args):
+        raise RuntimeError("no more fish")
+
+    monkeypatch.setattr(graphs, "run_model", fail)
+    soon(may_fill)
+    with pytest.raises(RuntimeError, match="no more fish"):
+        llm.engine.step()
+    assert gate.is_open(gate.waited[-1])
+
+
+def test_a_plain_fill_waits_for_the_thread_with_the_same_constraint():
+    builder, _ = builder_with(RecordingGate)
+    constrained, begun, may_fill, order = row(2, [40]), threading.Event(), threading.Event(), []
+    fill = constrained.seq.constraint.fill
+
+    def slow(mask):
+        order.append("begin")
+        begun.set()
+        may_fill.wait(SECONDS)
+        fill(mask)
+        order.append("end")
+
+    constrained.seq.constraint.fill = slow
+    builder.begin([constrained], True, at_gate=True).finish()
+    assert begun.wait(SECONDS)
+    with ThreadPoolExecutor(1) as caller:
+        plain = caller.submit(builder.make, [constrained])
+        soon(may_fill)
+        assert allowed(plain.result(SECONDS)) == {2: {40}}
+    assert order == ["begin", "end"] * 2
