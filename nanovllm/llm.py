@@ -61,8 +61,7 @@ class LLM:
         if self._closed:
             return
         on_gpu = self._loop.between_steps(lambda: self.engine.runner.device.type == "cuda")
-        vars(self).clear()
-        self._closed = True
+        self.__dict__ = {"_closed": True}  # at once: other threads find an open or a closed LLM
         if on_gpu:
             from torch.cuda import empty_cache  # so that other processes have it too
 

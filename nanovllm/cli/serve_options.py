@@ -85,7 +85,7 @@ class EngineOptions:
     max_model_len: Annotated[int, _option("Most tokens of a prompt and its output together.")] = 4096
     max_num_seqs: Annotated[int, _option("Most completions in a step.")] = 512
     max_num_batched_tokens: Annotated[
-        int | None, _option("Most tokens in a step; by default 16384 on a GPU, 2048 on a CPU.")
+        int | None, _option("Most tokens in a step; by default 16384 on a GPU, 512 on a CPU.")
     ] = None
     gpu_memory_utilization: Annotated[float, _option("The share of the GPU's memory to use.")] = 0.9
     kvcache_block_size: Annotated[int, _option("Tokens in a block of the KV cache.")] = 256

@@ -89,7 +89,7 @@ class StepLimits:
             )  # fmt: skip
         return cls(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 2048),
+            max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 512),
             max_model_len=longest,
             block_size=config.kvcache_block_size,
             cache_dtype=kv_cache.cache_dtype(config.kv_cache_dtype, dtype),

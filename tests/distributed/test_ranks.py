@@ -251,7 +251,7 @@ def test_the_ranks_end_with_their_program(directory, end):
 def test_a_program_goes_on_after_a_start_that_was_too_slow(directory):
     program = (
         "import time\nfrom nanovllm import LLM\n"
-        f"try:\n    LLM({str(directory)!r}, tensor_parallel_size=2, rank_timeout=0.05, **{ARGUMENTS})\n"
+        f"try:\n    LLM({str(directory)!r}, tensor_parallel_size=2, **{ARGUMENTS | dict(rank_timeout=0.05)})\n"
         "except RuntimeError as error:\n    print(error)\ntime.sleep(2)\nprint('goes on')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)

@@ -34,6 +34,16 @@ def watch_logits(paged):
     return sizes
 
 
+def test_a_long_prompt_takes_several_steps_on_a_cpu(directory):
+    """A step's buffers are in proportion to its tokens: a process stays within 300 MB beside file and cache."""
+    llm = make(directory, device="cpu")
+    paged = llm.engine.runner.paged
+    sizes, hidden = [], paged.hidden
+    paged.hidden = lambda batch, *rest: (sizes.append(len(batch.token_ids)), hidden(batch, *rest))[1]
+    llm.generate([[5] * 600], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert sizes == [512, 88]
+
+
 def wanting(rows, num_tokens):
     empty = np.empty(0, np.int32)
     rows = np.asarray(rows, np.int64)
