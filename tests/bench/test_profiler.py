@@ -115,6 +115,7 @@ def test_prompts_are_piggybacked_in_a_profile_as_in_runs(ahead, tmp_path):
         return llm
 
     options = {"num_kvcache_blocks": 200, "piggyback_prefill": True, "async_scheduling": ahead}
+    options["max_num_batched_tokens"] = 2048  # the counts below are of steps of this size
     result, path = profile_tiny(tmp_path, load, watched, **options)
     trace = Trace(json.loads(path.read_text())["traceEvents"])
     kinds = [s.kind for s in trace.steps]
