@@ -177,7 +177,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
     _compiled.clear()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
+        item.user_properties.append(("gib", torch.cuda.max_memory_reserved() / 2**30))
         torch.cuda.empty_cache()  # for the other processes of this GPU
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _told(kind: str, **values: Any) -> None:
@@ -202,8 +204,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     elif report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         said = crash.message if crash is not None else str(report.longrepr).strip()
-    compiled = dict(report.user_properties).get("compiled", [])
-    _told("end", test=report.nodeid, when=report.when, outcome=report.outcome, said=said, compiled=compiled)
+    noted = {name: value for name, value in report.user_properties if name in ("compiled", "gib")}
+    _told("end", test=report.nodeid, when=report.when, outcome=report.outcome, said=said, **noted)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -20,6 +20,8 @@ class Result:
     said: str = ""
     compiled: list[tuple[str, str, float]] = field(default_factory=list)
     """Triton's kernels: name, key in Triton's cache, seconds."""
+    gib: float = 0.0
+    """The most memory of a GPU that PyTorch held in the test's process, from the end of the test before to its end."""
 
 
 @dataclass
@@ -49,6 +51,7 @@ class Results:
         if told["kind"] == "start":
             return
         test.compiled += told.get("compiled", [])
+        test.gib = told.get("gib", test.gib)
         if told["outcome"] != "passed":
             if test.outcome != "failed":
                 test.outcome, test.said = told["outcome"], told["said"]
@@ -87,9 +90,9 @@ class Results:
         lines = [f"{title}, {again:,.0f} s of them for what another compiled as well:"]
         return lines + [f"  {took:6.0f} s  {numbers[name]:4} x {name}" for name, took in seconds.most_common(most)]
 
-    def summary(self, slowest: int = 20, files: int = 12) -> list[str]:
-        """Lines: what was compiled, the slowest files and tests, then the first line of reasons of skips and of
-        failures, what did not end, counts.
+    def summary(self, slowest: int = 20, files: int = 12, largest: int = 8) -> list[str]:
+        """Lines: what was compiled, the slowest files and tests, the tests that held the most memory, then the first
+        line of reasons of skips and of failures, what did not end, counts.
         """
         lines = [*self.kernels(), "slowest files:"]
         for name, (seconds, number) in list(self.files().items())[:files]:
@@ -97,6 +100,8 @@ class Results:
         lines.append(f"slowest {slowest}:")
         for name, test in sorted(self.tests.items(), key=lambda item: -item[1].seconds)[:slowest]:
             lines.append(f"  {test.seconds:6.1f} s  {name}")
+        held = sorted(((test.gib, name) for name, test in self.tests.items() if test.gib), reverse=True)[:largest]
+        lines += [f"most memory, {largest}:", *(f"  {gib:6.1f} GiB  {name}" for gib, name in held)] if held else []
         skipped = Counter(_first_line(test.said).removeprefix("Skipped: ") for test in self.named("skipped").values())
         lines += ["skipped:", *(f"  {n:4}  {why}" for why, n in skipped.most_common())] if skipped else []
         for title, outcome in (("failed:", "failed"), ("did not end:", None)):

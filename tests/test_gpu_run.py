@@ -214,12 +214,12 @@ def test_as_many_processes_as_there_is_room_for():
 def test_a_report_that_ends_within_a_line(tmp_path):
     ends = [("a", "setup", "passed"), ("a", "call", "passed"), ("a", "teardown", "failed"), ("b", "setup", "passed")]
     lines = [
-        json.dumps(dict(kind="end", at=i, test=test, when=when, outcome=outcome, said="it broke\nhere"))
+        json.dumps(dict(kind="end", at=i, test=test, when=when, outcome=outcome, said="it broke\nhere", gib=i))
         for i, (test, when, outcome) in enumerate(ends)
     ]
     (tmp_path / "0").write_text("\n".join(lines) + '\n{"kind": "end", "te')
     results = Results.read([tmp_path / "0", tmp_path / "missing"])
-    assert results.tests["a"].outcome == "failed" and results.tests["a"].seconds == 2
+    assert results.tests["a"].outcome == "failed" and results.tests["a"].seconds == results.tests["a"].gib == 2
     assert results.tests["b"].outcome is None
     assert results.summary()[-1] == "0 passed, 0 skipped, 1 failed, 1 did not end, 0 not begun"
     assert results.summary()[-6:-1] == ["failed:", "  a", "      it broke", "did not end:", "  b"]
@@ -228,7 +228,7 @@ def test_a_report_that_ends_within_a_line(tmp_path):
 def test_a_summary_has_the_slowest_files_and_one_line_of_each_reason():
     ended = {
         "some.py::a": Result(0, 3.0, "passed", compiled=[("k", "1", 2.0)]),
-        "some.py::b[1]": Result(0, 4.0, "passed", compiled=[("m", "3", 1.0), ("k", "1", 3.0), ("k", "2", 4.0)]),
+        "some.py::b[1]": Result(0, 4.0, "passed", "", [("m", "3", 1.0), ("k", "1", 3.0), ("k", "2", 4.0)], gib=12.5),
         "long.py::a": Result(0, 6.5, "skipped", "Skipped: pip failed: 1\nmore 1"),
         "other.py::a": Result(0, 0.5, "skipped", "Skipped: pip failed: 1\nmore 2"),
     }  # fmt: skip
@@ -241,6 +241,8 @@ def test_a_summary_has_the_slowest_files_and_one_line_of_each_reason():
         "       6 s     1 tests  long.py",
         "slowest 1:",
         "     6.5 s  long.py::a",
+        "most memory, 8:",
+        "    12.5 GiB  some.py::b[1]",
         "skipped:",
         "     2  pip failed: 1",
         "2 passed, 2 skipped, 0 failed, 0 did not end, 0 not begun",

@@ -116,7 +116,7 @@ def _places(x: torch.Tensor, group: RankGroup) -> _Places | None:
 def all_gather_last(x: torch.Tensor, length: int, group: RankGroup, out: torch.Tensor | None = None) -> torch.Tensor:
     """The op `all_gather_last`. More than 256 rows, or 20 MiB of a rank, are gathered by torch.distributed.
 
-    -0.0 becomes 0.0, which is equal to it.
+    The kernel makes 0.0 of -0.0, which is equal to it.
     """
     check_gather(x, length, group, out)
     places = None if group.size == 1 or not x.numel() else _places(x, group)
