@@ -34,7 +34,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported, so before the kernels are
 
 from nanovllm.arguments import did_you_mean
-from nanovllm.console import Column, Rows, StatusLine, run_program
+from nanovllm.console import Column, StatusLine, TablePrinter, run_program
 from nanovllm.kernels import Op, Provider, all_ops, unavailable_reason
 from nanovllm.kernels.op.priority import ALL_OPS
 from nanovllm.kernels.testing.compare import Measurement, bench_cases, measure
@@ -65,7 +65,7 @@ if pytest is not None:
 
 def correctness(pairs: list[tuple[Op, Provider]]) -> dict[tuple[str, str], str]:
     print("\n1. Correctness: largest error / tolerance, against the reference in float64")
-    table = Rows(*NAMES, Column("error", 5, number=True), Column("verdict", 22))
+    table = TablePrinter(*NAMES, Column("error", 5, number=True), Column("verdict", 22))
     status, verdicts = StatusLine(), {}
     for op, provider in pairs:
         results = []
@@ -97,7 +97,7 @@ def of_the_largest_shape(results: list[Measurement]) -> dict[tuple[str, str], Me
 def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
     where = "this CPU, the references only, on the first shape"
     print(f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else where}")
-    table = Rows(Column("case", 46), PROVIDER, Column("us", 10, number=True), Column("limit", 5, number=True))
+    table = TablePrinter(Column("case", 46), PROVIDER, Column("us", 10, number=True), Column("limit", 5, number=True))
     status, results, shown = StatusLine(), [], ""
     for op, provider in pairs:
         if DEVICE.type == "cpu" and provider.name != "native":
@@ -123,7 +123,7 @@ def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
 def peak_memory(results: list[Measurement]) -> None:
     print("\n3. Peak memory above the inputs in MiB, on the largest shape, results included")
     largest = of_the_largest_shape([m for m in results if m.peak_bytes is not None])
-    table = Rows(*NAMES, Column("MiB", 8, number=True), Column("native", 8, number=True), Column("case", 17))
+    table = TablePrinter(*NAMES, Column("MiB", 8, number=True), Column("native", 8, number=True), Column("case", 17))
     for (op, provider), m in largest.items():
         native = largest.get((op, "native"))
         beside = f"{native.peak_bytes / 2**20:.1f}" if native and provider != "native" else ""
@@ -137,7 +137,7 @@ def profile(pairs: list[tuple[Op, Provider]]) -> None:
     if DEVICE.type != "cuda":
         print("   no device kernels without a GPU")
         return
-    table = Rows(*NAMES, Column("kernels", 7, number=True), Column("us", 8, number=True), Column("longest", 18))
+    table = TablePrinter(*NAMES, Column("kernels", 7, number=True), Column("us", 8, number=True), Column("longest", 18))
     for op, provider in pairs:
         shapes = op.inputs.decode or op.inputs.small
         case = Case(shapes[0], torch.bfloat16, op.inputs.variants[0])
@@ -159,7 +159,7 @@ def profile(pairs: list[tuple[Op, Provider]]) -> None:
 def summary(verdicts: dict[tuple[str, str], str], results: list[Measurement]) -> None:
     shape = "largest" if DEVICE.type == "cuda" else "first"  # on a CPU no other is timed
     print(f"\nSummary: us of the {shape} shape, share of the limit, gain over native")
-    table = Rows(
+    table = TablePrinter(
         NAMES[0], Column("provider", 11), Column("verdict", 14), Column("us", 8, number=True),
         Column("limit", 5, number=True), Column("gain", 6, number=True),
     )  # fmt: skip

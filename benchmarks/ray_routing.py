@@ -50,7 +50,7 @@ def paced(token_ids, weight):
 
 
 @dataclass(frozen=True)
-class Found:
+class RoutingResult:
     """hits: share of requests that found their prefix; seconds to first tokens, sorted."""
 
     hits: float
@@ -113,7 +113,7 @@ async def load(target: Target, prompts: list[list[int]], times: list[float], siz
     return await asyncio.gather(*map(one, prompts, times))
 
 
-def measure(args: argparse.Namespace, routing: str, sizes: Sizes, directory: Path) -> Found:
+def measure(args: argparse.Namespace, routing: str, sizes: Sizes, directory: Path) -> RoutingResult:
     _, prompts, times = requests(args, sizes)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -127,15 +127,15 @@ def measure(args: argparse.Namespace, routing: str, sizes: Sizes, directory: Pat
     if errors := {request.error for request in timed if request.error}:
         raise SystemExit(f"requests failed: {errors}")
     hits = sum((request.num_cached or 0) > sizes.prefix / 2 for request in timed)
-    return Found(hits / len(timed), sorted(request.times[0] - request.start for request in timed))
+    return RoutingResult(hits / len(timed), sorted(request.times[0] - request.start for request in timed))
 
 
-def predict(args: argparse.Namespace, routing: str, sizes: Sizes) -> Found:
+def predict(args: argparse.Namespace, routing: str, sizes: Sizes) -> RoutingResult:
     chosen, _, times = requests(args, sizes)
     names = [f"r{i}" for i in range(args.replicas)]
     choose = routers(names, args.slack)[SIMULATED[routing]]
     hits, ttft, _, _ = simulate(choose, names, iter(times), chosen, sizes)
-    return Found(hits, ttft)
+    return RoutingResult(hits, ttft)
 
 
 def parser() -> argparse.ArgumentParser:

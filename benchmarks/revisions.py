@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKLOADS = "bs1,bs8,bs32,bs128,prefill"
 
 
-class Engine:
+class RevisionEngine:
     """nanovllm of one revision, in a process of its own. It uses what all revisions have in common."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def code_of(revision: str, folder: Path) -> Path:
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     if argv is None and sys.argv[1:2] == ["--serve"]:
-        serve(Engine(json.loads(sys.argv[2])).answer)
+        serve(RevisionEngine(json.loads(sys.argv[2])).answer)
         return 0
     args = p.parse_args(argv)
     from nanovllm.bench.workloads import select

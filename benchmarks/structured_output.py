@@ -63,7 +63,7 @@ def tokens_per_second(llm: LLM, num_requests: int, num_constrained: int, num_tok
     return num_requests * num_tokens / seconds
 
 
-class Rates(NamedTuple):
+class RoundRates(NamedTuple):
     """Tokens a second of a round."""
 
     whole: float
@@ -72,9 +72,9 @@ class Rates(NamedTuple):
     """`Stages.steady_rate`"""
 
 
-def print_rates(sides: dict[int, list[Rates]], num_requests: int) -> None:
+def print_rates(sides: dict[int, list[RoundRates]], num_requests: int) -> None:
     """Medians of the rounds. sides: by the number of constrained requests, first that of none."""
-    for name in Rates._fields:
+    for name in RoundRates._fields:
         free = statistics.median(getattr(rates, name) for rates in sides[0])
         for num_constrained, rounds in sides.items():
             rate = statistics.median(getattr(rates, name) for rates in rounds)
@@ -257,7 +257,7 @@ def main() -> None:
             dummy_tokenizer.write(Path(folder), VOCAB_SIZE, END, args.tiktoken)
         llm = LLM(args.model, load_format="dummy", tokenizer=tokenizer, max_model_len=1024, enable_prefix_caching=False)
     stages = Stages(llm)
-    sides: dict[int, list[Rates]] = {0: [], args.constrained: []}
+    sides: dict[int, list[RoundRates]] = {0: [], args.constrained: []}
     for num_constrained in sides:  # kernels, grammar, vocabulary
         tokens_per_second(llm, args.requests, num_constrained, args.tokens)
     for _ in range(args.rounds):
@@ -265,7 +265,7 @@ def main() -> None:
             stages.clear()
             whole = tokens_per_second(llm, args.requests, num_constrained, args.tokens)
             try:
-                rates.append(Rates(whole, stages.steady_rate(args.requests)))
+                rates.append(RoundRates(whole, stages.steady_rate(args.requests)))
             except ValueError as e:
                 parser.error(f"--tokens {args.tokens}: {e}")
     print(f"{args.model} on {llm.device_name}: {args.requests} requests x {args.tokens} tokens, {args.rounds} rounds")

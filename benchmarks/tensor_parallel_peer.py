@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.turns import Peer, serve
 from nanovllm.bench.engines.common import Engine
-from nanovllm.bench.job import Job, Row
-from nanovllm.bench.worker import measure_workload
+from nanovllm.bench.job import Job, ResultRow
+from nanovllm.bench.measuring_process import measure_workload
 from nanovllm.bench.workloads import select
 
 _BLOCKS = 400
@@ -115,7 +115,7 @@ def answer(job: Job, engine: Engine, name: str, turn: int) -> list[Any]:
     """[rates, TTFT, ITL] of a workload. The prompts of each turn are others, and the same for all engines."""
     (workload,) = select([name])
     drawn = dataclasses.replace(job, seed=job.seed + turn * max(job.repeat, job.warmup))
-    row = Row(job.engine, "", job.model, workload.name, workload.description, about=engine.about())
+    row = ResultRow(job.engine, "", job.model, workload.name, workload.description, about=engine.about())
     measure_workload(drawn, workload, engine, row)
     return [[repeat.output_rate for repeat in row.repeats], row.median("ttft_p50"), row.median("itl_p50")]
 

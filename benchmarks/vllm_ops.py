@@ -187,7 +187,7 @@ def compiled(fn: Any) -> Any:
     return _compiled[fn]
 
 
-class Timing:
+class GraphedCall:
     """A call in a CUDA graph, many times.
 
     Args:
@@ -237,7 +237,7 @@ class Cases:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self.failed = args, False
-        self.found: list[tuple[str, int, dict[str, Timing], float]] = []
+        self.found: list[tuple[str, int, dict[str, GraphedCall], float]] = []
         shapes = Shapes(args.preset, args.device)
         for tokens in map(int, args.tokens.split(",")):
             for name, versions in ops(shapes, tokens):
@@ -251,12 +251,12 @@ class Cases:
 
     def _add(self, name: str, tokens: int, versions: dict[str, Call], calls: int, per_call: int) -> None:
         plain = versions.pop("PyTorch", None)
-        timings: dict[str, Timing] = {}
+        timings: dict[str, GraphedCall] = {}
         for who, call in versions.items():
             if who == "CUDA" and self._args.device != "cuda":
                 continue
             try:
-                timings[who] = Timing(call, calls, per_call, self._args.device)
+                timings[who] = GraphedCall(call, calls, per_call, self._args.device)
             except Exception:
                 self._fail(name, tokens, who)
         if "nanovllm" in timings and (plain is not None or "FlashAttention" in timings):

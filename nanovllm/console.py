@@ -250,7 +250,7 @@ def import_torch() -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of `Rows`.
+    """A column of a `TablePrinter`.
 
     Attributes:
         width: in characters. A longer cell is not cut: it moves the rest of its row to the right.
@@ -266,7 +266,7 @@ class Column:
         return cell.rjust(self.width) if self.number else cell.ljust(self.width)
 
 
-class Rows:
+class TablePrinter:
     """Prints a table row by row.
 
     Args:

@@ -15,12 +15,12 @@ from typing import Any
 
 from benchmarks.planner_proof import docs_table
 from benchmarks.planner_proof.compile_queue import CompileQueue
+from benchmarks.planner_proof.gpu_timer import GpuTimer
 from benchmarks.planner_proof.judging import in_words, judge_file, summary
 from benchmarks.planner_proof.problems import ALL
 from benchmarks.planner_proof.proof import Proof, prove
-from benchmarks.planner_proof.timing import GpuTimer
 from nanovllm.json_output import keep_json
-from nanovllm.plan.report import finite
+from nanovllm.plan.plan_tables import finite
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

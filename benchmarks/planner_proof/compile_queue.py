@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.planner_proof.timing import first_line
+from benchmarks.planner_proof.gpu_timer import first_line
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import Plan
 
@@ -81,7 +81,7 @@ def following(model: DeviceModel, needed: list[tuple[str, str]] | None) -> Itera
 def _weightless(problem: Any, model: DeviceModel) -> Any:
     import torch
 
-    from benchmarks.planner_proof.inputs import prepare
+    from benchmarks.planner_proof.input_sets import prepare
 
     return prepare(problem, torch.device("meta"), model, sets=1)
 
@@ -125,7 +125,7 @@ class CompileQueue:
         import torch  # noqa: F401 - imported once, for all processes
         import triton  # noqa: F401
 
-        from benchmarks.planner_proof import inputs  # noqa: F401
+        from benchmarks.planner_proof import input_sets  # noqa: F401
 
         self._pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _begin)
         self._pool.submit(os.getpid).result()

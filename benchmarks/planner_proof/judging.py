@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_proof.builtin_choice import with_builtin
+from benchmarks.planner_proof.gpu_timer import FIRST
 from benchmarks.planner_proof.problems import ALL, plan
-from benchmarks.planner_proof.timing import FIRST
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.json_output import keep_json
-from nanovllm.plan.report import finite
+from nanovllm.plan.plan_tables import finite
 from nanovllm.plan.resources import Plan
 
 NOISE = 1.01

@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.planner_proof.builtin_choice import with_builtin
 from benchmarks.planner_proof.compile_queue import CompileQueue
+from benchmarks.planner_proof.gpu_timer import first_line, sample
 from benchmarks.planner_proof.judging import in_words, judge, summary
 from benchmarks.planner_proof.problems import plan
-from benchmarks.planner_proof.timing import first_line, sample
 from nanovllm.hardware.gpu_presets import DeviceModel
 from nanovllm.plan.resources import Plan
 

@@ -79,11 +79,11 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     from benchmarks.serving.harness import Bench
     from benchmarks.serving.parts import PARTS, numbers, run
-    from benchmarks.serving.rows import Rows, tables
+    from benchmarks.serving.result_file import ResultFile, tables
 
     args = parser().parse_args()
     if args.report is not None:
-        print(tables(Rows.read(args.report)))
+        print(tables(ResultFile.read(args.report)))
         return 0
     chosen = args.parts.split(",")
     if unknown := set(chosen) - set(PARTS):
@@ -94,7 +94,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: servers are ended, and tables printed
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    rows = Rows(args.json, shown)
+    rows = ResultFile(args.json, shown)
     code = 0
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args, Path(folder), rows)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.serving import dummy_tokenizer
-from benchmarks.serving.rows import OURS, Rows
+from benchmarks.serving.result_file import OURS, ResultFile
 from benchmarks.serving.server_process import ServerFailed, ServerProcess
 from nanovllm.bench.engines.common import model_directory
 from nanovllm.bench.job import Job
@@ -67,7 +67,7 @@ class Bench:
         folder: for the model's configuration, its tokenizer and logs.
     """
 
-    def __init__(self, args: argparse.Namespace, folder: Path, rows: Rows) -> None:
+    def __init__(self, args: argparse.Namespace, folder: Path, rows: ResultFile) -> None:
         self.args = args
         self.rows = rows
         self.folder = folder

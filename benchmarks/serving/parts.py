@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.serving.harness import Bench, LimitReached, PartFailed, last_lines
-from benchmarks.serving.rows import OFFLINE, OURS
+from benchmarks.serving.result_file import OFFLINE, OURS
 from benchmarks.serving.server_process import ServerFailed
 from benchmarks.serving.storm import Memory, Storm, attack
 from benchmarks.structured_output import SCHEMA

@@ -162,7 +162,7 @@ class _Platform:
         return lambda *_: False
 
 
-class _Stub(ModuleType):
+class _StubModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -178,7 +178,7 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
-        return _Stub(spec.name)
+        return _StubModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         from nanovllm import __version__
@@ -203,7 +203,7 @@ def _utils(checkout: Path) -> ModuleType:
     """`tests.utils`: the server, and what else the tests of servers take from there."""
     import pytest
 
-    utils: Any = _Stub("tests.utils")
+    utils: Any = _StubModule("tests.utils")
     utils.RemoteOpenAIServer = RemoteOpenAIServer
     utils.VLLM_PATH = checkout
     utils.ROCM_EXTRA_ARGS, utils.ROCM_ENV_OVERRIDES = [], {}

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanovllm.bench import command_line, results
 from nanovllm.bench import result_tables as text
-from nanovllm.bench.job import Job, Row
+from nanovllm.bench.job import Job, ResultRow
 from nanovllm.bench.launcher import Launch, WorkerDied, measure_rows
 from nanovllm.bench.workloads import Workload
 from nanovllm.console import INTERRUPTED, StatusLine, say
@@ -226,7 +226,7 @@ class Benchmark:
         finally:
             self.status.clear()
 
-    def _take_row(self, row: Row) -> None:
+    def _take_row(self, row: ResultRow) -> None:
         row.model = self.label
         row.repeats = [dataclasses.replace(repeat, round=self.round) for repeat in row.repeats]
         self.status.clear()
@@ -237,7 +237,7 @@ class Benchmark:
         self.shown[id(row)] = row.limit or 0.0
         print(self.table.row(row), flush=True)
 
-    def _joined(self, row: Row) -> Row:
+    def _joined(self, row: ResultRow) -> ResultRow:
         """The row of this configuration with the repeats of all rounds so far. One that failed stays as it is."""
         before = results.find(self.record.rows, row.engine, row.variant, row.workload, row.model)
         if before is None or row.error is not None:
@@ -325,7 +325,7 @@ class Benchmark:
         return int(not all(c.holds for c in checks))
 
 
-def _beside_others(row: Row) -> bool:
+def _beside_others(row: ResultRow) -> bool:
     """Whether other processes used processors that the row needed."""
     return row.about.get("device") == "cpu" and text.foreign_load(row) > 0
 

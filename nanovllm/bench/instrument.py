@@ -29,7 +29,7 @@ STEP_NAME = re.compile(r"^(?P<kind>prefill|decode|mixed): (?P<what>.*)$")
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """Which op ran, by which provider, where in the model ("" if that does not matter), in what kind of step."""
 
     op: str
@@ -54,10 +54,10 @@ class Instrument:
         self._depth = 0  # of ops within ops: only the outermost counts
         self._ops_seen = 0
         self._weights: dict[int, str] = {}
-        self.costs: dict[Call, Work] = defaultdict(Work)
+        self.costs: dict[OpCall, Work] = defaultdict(Work)
         """Filled by `costing`; ops without a cost have zeros."""
-        self.calls: dict[Call, int] = defaultdict(int)
-        self.cold: dict[Call, int] = defaultdict(int)
+        self.calls: dict[OpCall, int] = defaultdict(int)
+        self.cold: dict[OpCall, int] = defaultdict(int)
         """Of the costs, the bytes that come from device memory: see `cold_bytes`."""
         self.last_step: Any = None
         """What an engine that this is attached to executed last."""
@@ -96,7 +96,7 @@ class Instrument:
             # A provider may take more than the op has: where the result goes, say.
             given = {name: value for name, value in kwargs.items() if name in declared.signature.parameters}
             arguments = declared.records.flatten(declared.signature.bind(*args, **given).arguments)
-            key = Call(op, provider, self._place(op, arguments), self._phase)
+            key = OpCall(op, provider, self._place(op, arguments), self._phase)
             # Before the call: it may write to its arguments.
             if self._mode == "cost" and not self._depth:
                 cost = declared.cost(**arguments) if declared.cost is not None else Work()
@@ -108,7 +108,7 @@ class Instrument:
         return call
 
     @contextmanager
-    def _op(self, key: Call) -> Iterator[None]:
+    def _op(self, key: OpCall) -> Iterator[None]:
         self._depth += 1
         try:
             with record_function(key.name) if self._mode == "record" and self._depth == 1 else nullcontext():
@@ -116,7 +116,7 @@ class Instrument:
         finally:
             self._depth -= 1
 
-    def _count(self, key: Call, work: Work, cold: int) -> None:
+    def _count(self, key: OpCall, work: Work, cold: int) -> None:
         self._ops_seen += 1
         self.calls[key] += 1
         self.costs[key] += work
@@ -132,7 +132,7 @@ class Instrument:
         def call(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             if self._depth:
                 return linear(x, weight, bias)
-            key = Call("linear", "torch", self._weights.get(id(weight), ""), self._phase, registered=False)
+            key = OpCall("linear", "torch", self._weights.get(id(weight), ""), self._phase, registered=False)
             if self._mode == "cost":
                 self._count(key, linear_work(x.numel() // x.shape[-1], weight, bias), cold=weight.nbytes)
             with self._op(key):
@@ -209,7 +209,7 @@ class Instrument:
             stack.close()
             # A module may do its product by another function than F.linear.
             if self._mode == "cost" and matrix is not None and self._ops_seen == seen_before:
-                key = Call("linear", "torch", name, self._phase, registered=False)
+                key = OpCall("linear", "torch", name, self._phase, registered=False)
                 rows = args[0].numel() // args[0].shape[-1]
                 self._count(key, linear_work(rows, matrix, getattr(module, "bias", None)), cold=matrix.nbytes)
 

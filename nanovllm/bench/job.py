@@ -157,7 +157,7 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 @dataclass
-class Row:
+class ResultRow:
     """What is known of one workload on one engine in one configuration."""
 
     engine: str
@@ -210,5 +210,5 @@ class Row:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Row:
+    def from_json(cls, data: dict[str, Any]) -> ResultRow:
         return cls(**{**data, "repeats": [Repeat(**r) for r in data.get("repeats", [])]})

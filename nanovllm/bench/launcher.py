@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from nanovllm.bench.job import Emit, Job, Row, stopped
+from nanovllm.bench.job import Emit, Job, ResultRow, stopped
 from nanovllm.hardware.measured_rates import Rates
 
 Launch = Callable[[Job, Emit], None]
@@ -129,7 +129,7 @@ class WorkerDied(RuntimeError):
 
 def in_process(llm_class: Any, rates_of: Callable[[Job], Rates] | None = None) -> Launch:
     """A launcher that runs jobs here: for debuggers and tests. Engines then share memory and state."""
-    from nanovllm.bench.worker import work
+    from nanovllm.bench.measuring_process import work
 
     def launch(job: Job, emit: Emit) -> None:
         # Through JSON, as from another process.
@@ -141,7 +141,7 @@ def in_process(llm_class: Any, rates_of: Callable[[Job], Rates] | None = None) -
 
 def serve(descriptor: int, llm_class: Any) -> None:
     """The other end of `in_child`: read a job from stdin, write a JSON line [kind, content] for each thing to say."""
-    from nanovllm.bench.worker import work
+    from nanovllm.bench.measuring_process import work
 
     job = Job.from_json(json.loads(sys.stdin.read()))
     with os.fdopen(descriptor, "w", buffering=1) as messages:
@@ -149,7 +149,7 @@ def serve(descriptor: int, llm_class: Any) -> None:
         work(job, llm_class, lambda kind, content: messages.write(json.dumps([kind, content]) + "\n"))
 
 
-def measure_rows(launch: Launch, job: Job, on_row: Callable[[Row], None], other: Emit) -> None:
+def measure_rows(launch: Launch, job: Job, on_row: Callable[[ResultRow], None], other: Emit) -> None:
     """Run a job. If its process dies or ends early, another process goes on with the next workload.
 
     Args:
@@ -165,7 +165,7 @@ def measure_rows(launch: Launch, job: Job, on_row: Callable[[Row], None], other:
             other(kind, content)
             return
         failed = failed or kind == "failed"
-        row = Row.from_json(content)
+        row = ResultRow.from_json(content)
         todo[:] = [w for w in todo if w.name != row.workload]
         on_row(row)
 
@@ -180,4 +180,4 @@ def measure_rows(launch: Launch, job: Job, on_row: Callable[[Row], None], other:
         if todo and not failed and (died or before == len(todo)):
             first = todo.pop(0)
             reason = died or "the process ended without a result"
-            on_row(Row(job.engine, job.variant, job.model, first.name, first.description, reason))
+            on_row(ResultRow(job.engine, job.variant, job.model, first.name, first.description, reason))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.job import Row
+from nanovllm.bench.job import ResultRow
 from nanovllm.bench.profile import OpTime, Profile
 from nanovllm.bench.result_tables import name_of
 
@@ -16,7 +16,7 @@ _WIDTH = 5.0  # inches; 390 pixels of a phone make 9 points about 10 pixels high
 _TINY_SHARE = 0.015  # of a step; below it an op goes to "the rest"
 
 
-def figures(profile: Profile, rows: Sequence[Row] = ()) -> dict[str, Any]:
+def figures(profile: Profile, rows: Sequence[ResultRow] = ()) -> dict[str, Any]:
     """Name -> matplotlib figure: "roofline", "steps", "timeline", "memory", "comparison", those that there is data for.
 
     Raises:
@@ -198,7 +198,7 @@ def _memory(profile: Profile) -> Any:
     return figure
 
 
-def _comparison(rows: Sequence[Row]) -> Any:
+def _comparison(rows: Sequence[ResultRow]) -> Any:
     """Output tokens a second of every configuration, by workload, if there is more than one."""
     rows = [r for r in rows if r.error is None and r.repeats]
     configurations = list(dict.fromkeys(name_of(r) for r in rows))

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from nanovllm.bench import result_tables
-from nanovllm.bench.job import Row
+from nanovllm.bench.job import ResultRow
 from nanovllm.bench.profile import Profile, StepTime, host_times
 from nanovllm.bench.profile_figures import svg
 from nanovllm.bench.result_tables import percent
@@ -131,7 +131,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Section:
+class ReportSection:
     """A part of a report: sentences, then drawings by name with what is said of them (the page alone), then a table."""
 
     title: str
@@ -150,33 +150,33 @@ _DRAWN = {
 _FLAME = {"flame": "Width is time over the recorded steps; what is called lies below its caller."}
 
 
-def sections(profile: Profile, rows: Sequence[Row] = ()) -> list[Section]:
+def sections(profile: Profile, rows: Sequence[ResultRow] = ()) -> list[ReportSection]:
     """Everything that a report has, in order. rows: of the timed runs."""
     found = [
-        Section("", facts(profile)),
-        Section("Steps", [step_words(s, profile) for s in profile.steps], drawings=_DRAWN),
+        ReportSection("", facts(profile)),
+        ReportSection("Steps", [step_words(s, profile) for s in profile.steps], drawings=_DRAWN),
     ]
     if wrong := over_limit(profile):
-        found.append(Section("Above the limit: the account of these is wrong", wrong, wrong=True))
+        found.append(ReportSection("Above the limit: the account of these is wrong", wrong, wrong=True))
     head, *ops = op_table(profile, 40)
-    found.append(Section("Ops, most device time first", table=Table(head, ops, OPS_HEAD[:3])))
+    found.append(ReportSection("Ops, most device time first", table=Table(head, ops, OPS_HEAD[:3])))
     if profile.kernels:
         cells = [[k.phase, k.op, f"{k.calls:g}", f"{k.us:,.1f}", k.name[:90]] for k in profile.kernels[:25]]
         kernels = Table(("step", "op", "calls", "us a step", "kernel"), cells, ("step", "op", "kernel"))
-        found.append(Section("Kernels", table=kernels))
+        found.append(ReportSection("Kernels", table=kernels))
     host = [(f"{us / 1e3:,.2f}", name) for name, us in host_times(profile)]
     own = Table(("ms", "name"), host, ("name",))
-    found.append(Section("Host, own time over the recorded steps", table=own, drawings=_FLAME))
-    found.append(Section("Memory", memory_words(profile), drawings={"memory": ""}))
+    found.append(ReportSection("Host, own time over the recorded steps", table=own, drawings=_FLAME))
+    found.append(ReportSection("Memory", memory_words(profile), drawings={"memory": ""}))
     if rows:
         cells = [result_tables.row_cells(r) for r in rows if r.error is None]
         timed = Table(result_tables.HEAD, cells, result_tables.HEAD[:2])
         lines = [*result_tables.comparison_lines(rows), *result_tables.error_lines(rows)]
-        found.append(Section("Throughput", lines, timed, {"comparison": ""}))
+        found.append(ReportSection("Throughput", lines, timed, {"comparison": ""}))
     return found
 
 
-def text_report(profile: Profile, rows: Sequence[Row] = ()) -> str:
+def text_report(profile: Profile, rows: Sequence[ResultRow] = ()) -> str:
     """The whole profile as plain text."""
     parts = []
     for section in sections(profile, rows):
@@ -213,7 +213,7 @@ td.t, th.t { text-align: left; } .warn { color: #a40000; } .small { font-size: 1
 _NARROWEST = 0.004  # of the flame graph's width
 
 
-def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[Row] = ()) -> str:
+def html_report(profile: Profile, figures: dict[str, Any], rows: Sequence[ResultRow] = ()) -> str:
     """One page with everything inside it: no script, no request.
 
     Args:

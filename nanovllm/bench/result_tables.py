@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.job import Row
+from nanovllm.bench.job import ResultRow
 from nanovllm.bench.results import Check, Record, configuration, find, load_runs, settings
 from nanovllm.console import WIDTH
 
@@ -24,18 +24,18 @@ _NARROW = ("workload", "engine", "out tok/s", "spread", "TTFT ms", "ITL ms", "GB
 """What fits a terminal of 80 columns."""
 
 
-def name_of(row: Row) -> str:
+def name_of(row: ResultRow) -> str:
     """The engine and its configuration. "default" instead of "custom" where no custom kernel ran."""
     variant = row.variant.replace("custom", "default", 1) if _ran_references(row) else row.variant
     return f"{row.engine} {variant}".strip()
 
 
-def _ran_references(row: Row) -> bool:
+def _ran_references(row: ResultRow) -> bool:
     """Whether every op of a row of ours ran its reference."""
     return set(row.about.get("kernels", {}).values()) == {"native"}
 
 
-def error_lines(rows: Sequence[Row]) -> list[str]:
+def error_lines(rows: Sequence[ResultRow]) -> list[str]:
     """Why rows have no figures: a line for each reason, with all workloads of the engine that it stopped."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
@@ -44,7 +44,7 @@ def error_lines(rows: Sequence[Row]) -> list[str]:
     return [_folded(f"not measured: {name}, {', '.join(names)}: {why}") for (name, why), names in found.items()]
 
 
-def row_cells(row: Row) -> list[str]:
+def row_cells(row: ResultRow) -> list[str]:
     """The figures of a row without an error, in the order of `HEAD`."""
     return [
         row.workload, name_of(row), number(row.median("output_rate")), percent(row.spread),
@@ -69,7 +69,7 @@ class TextTable:
     def head(self) -> str:
         return self._line(HEAD)
 
-    def row(self, row: Row) -> str:
+    def row(self, row: ResultRow) -> str:
         """One line; a name that is too long stands above its figures. The reason of a failure is not in it."""
         if row.error is not None:
             return f"{row.workload:<13} {name_of(row)}: not measured, see below"
@@ -85,13 +85,13 @@ class TextTable:
 _FOREIGN = 0.1  # processors; so much a system's own services may take
 
 
-def foreign_load(row: Row) -> float:
+def foreign_load(row: ResultRow) -> float:
     """The most processors that other processes used in a repeat; 0 if it was no more than a system's own services."""
     load = max((r.foreign_load or 0.0 for r in row.repeats), default=0.0)
     return load if load > _FOREIGN else 0.0
 
 
-def load_lines(rows: Sequence[Row]) -> list[str]:
+def load_lines(rows: Sequence[ResultRow]) -> list[str]:
     """A line for each row that was measured beside other processes."""
     return [
         f"{row.workload}, {name_of(row)}: other processes used up to {load:.1f} processors meanwhile"
@@ -100,7 +100,7 @@ def load_lines(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def comparison_lines(rows: Sequence[Row]) -> list[str]:
+def comparison_lines(rows: Sequence[ResultRow]) -> list[str]:
     """What custom kernels bring, what each op's is worth, and how engines stand to each other, a line each."""
     lines = []
     for row in rows:
@@ -127,24 +127,24 @@ def comparison_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def gain(row: Row, without: Row) -> float:
+def gain(row: ResultRow, without: ResultRow) -> float:
     """How much faster `row` is, of 1: the median over the rounds that have both, or without one that of the medians."""
     if ratios := _ratios(row, without):
         return statistics.median(ratios) - 1
     return (row.median("output_rate") or 0.0) / (without.median("output_rate") or 1.0) - 1
 
 
-def _times(row: Row, other: Row) -> str:
+def _times(row: ResultRow, other: ResultRow) -> str:
     return f"{gain(row, other) + 1:.2f}x"
 
 
-def _of_rounds(row: Row, other: Row) -> str:
+def _of_rounds(row: ResultRow, other: ResultRow) -> str:
     """What the ratio is a median of, where there are several rounds."""
     ratios = _ratios(row, other)
     return f" ({min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds)" if len(ratios) > 1 else ""
 
 
-def _ratios(row: Row, other: Row) -> list[float]:
+def _ratios(row: ResultRow, other: ResultRow) -> list[float]:
     """The ratio of the two rates in each round that has both: what slows a machine for minutes slows both."""
     rates, others = row.medians("output_rate"), other.medians("output_rate")
     return [rate / others[number] for number, rate in rates.items() if others.get(number)]
@@ -177,7 +177,7 @@ def history_lines(path: Path) -> list[str]:
     return [f"{path.stem} on {path.parent.name}", columns, *(line for lines in moved.values() for line in lines)]
 
 
-def _special(run: Record, row: Row) -> list[str]:
+def _special(run: Record, row: ResultRow) -> list[str]:
     """What sets a row apart from others of its engine."""
     words = run.arguments.get("dtype"), settings(run, row)
     return [w for w in words if w]
@@ -187,7 +187,7 @@ def markdown(files: Sequence[Path]) -> str:
     """The last kept row of every configuration, by device, as Markdown tables."""
     parts = []
     for folder in dict.fromkeys(path.parent for path in files):
-        latest: dict[tuple[str, ...], tuple[Record, Row]] = {}
+        latest: dict[tuple[str, ...], tuple[Record, ResultRow]] = {}
         for path in files:
             if path.parent == folder:
                 for run in load_runs(path):

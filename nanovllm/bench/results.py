@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.job import Row
+from nanovllm.bench.job import ResultRow
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.hardware.roofline import Work, share_of_limit
@@ -29,7 +29,7 @@ class Record(Provenance):
 
     rates: Rates | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ResultRow] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self), "rows": [row.to_json() for row in self.rows]}
@@ -38,7 +38,7 @@ class Record(Provenance):
     def from_json(cls, data: dict[str, Any]) -> Record:
         data = {k: v for k, v in data.items() if k != "schema"}
         rates = Rates(**data["rates"]) if data.get("rates") else None
-        return cls(**{**data, "rates": rates, "rows": [Row.from_json(row) for row in data["rows"]]})
+        return cls(**{**data, "rates": rates, "rows": [ResultRow.from_json(row) for row in data["rows"]]})
 
 
 def new_record(root: Path, arguments: dict[str, Any]) -> Record:
@@ -46,7 +46,7 @@ def new_record(root: Path, arguments: dict[str, Any]) -> Record:
     return Record(**asdict(provenance(root)), arguments=arguments)
 
 
-def add_shares(row: Row, rates: Rates | None) -> None:
+def add_shares(row: ResultRow, rates: Rates | None) -> None:
     """Fill in a row's shares of the limit: the medians over its repeats.
 
     An open loop has none, since its time is that of its arrivals. Without a measured rate of the row's dtype, or of
@@ -112,7 +112,7 @@ _SHARED = ("enforce_eager", "gpu_memory_utilization", "max_num_seqs", "max_num_b
 """Arguments that every engine is given and that change its speed."""
 
 
-def settings(run: Record, row: Row) -> str:
+def settings(run: Record, row: ResultRow) -> str:
     """What a row was measured with other than the usual, "kernels rms_norm=native, enforce_eager"; "" if nothing."""
     given = {name: run.arguments.get(name) for name in _SHARED}
     top_p, flags = run.arguments.get("top_p"), (row.about.get("flags") or "").split()
@@ -131,17 +131,17 @@ def settings(run: Record, row: Row) -> str:
     return ", ".join(n if v is True else f"{n} {v}" for n, v in sorted(given.items()) if v not in (None, False, ""))
 
 
-def configuration(run: Record, row: Row) -> tuple[str, ...]:
+def configuration(run: Record, row: ResultRow) -> tuple[str, ...]:
     """What two rows must have in common for their speeds to say something of the code; all strings."""
     return (*_load(run, row), row.engine, row.variant, settings(run, row))
 
 
-def _load(run: Record, row: Row) -> tuple[str, ...]:
+def _load(run: Record, row: ResultRow) -> tuple[str, ...]:
     """What two engines must have in common for their speeds to say something of them."""
     return row.workload, row.load, row.model, row.about.get("dtype") or ""
 
 
-def find(rows: Iterable[Row], engine: str, variant: str | None, workload: str, model: str) -> Row | None:
+def find(rows: Iterable[ResultRow], engine: str, variant: str | None, workload: str, model: str) -> ResultRow | None:
     """The row of a configuration, if it was measured without an error."""
     for row in rows:
         if (row.engine, row.workload, row.model) == (engine, workload, model) and row.error is None:
@@ -150,7 +150,7 @@ def find(rows: Iterable[Row], engine: str, variant: str | None, workload: str, m
     return None
 
 
-def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float]:
+def ratios(row: ResultRow, rows: Sequence[ResultRow]) -> dict[str, float]:
     """What one row says relative to the rest of the same run, each better if larger.
 
     Machines differ and so do their neighbours, but what is measured in one run differs alike: these are what can be
@@ -171,7 +171,7 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def best_rate(row: Row) -> float:
+def best_rate(row: ResultRow) -> float:
     return max(r.output_rate for r in row.repeats)
 
 
@@ -215,11 +215,11 @@ def check(record: Record, folder: Path, tolerance: float = TOLERANCE) -> list[Ch
     return checks
 
 
-def _rows_beside(kept: Record, old: Row, runs: Sequence[Record]) -> list[Row]:
+def _rows_beside(kept: Record, old: ResultRow, runs: Sequence[Record]) -> list[ResultRow]:
     """What a kept row is compared with: of each engine and variant the row of its own run, or else the last one of
     this load.
     """
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str], ResultRow] = {}
     for run in (*runs, kept):
         for row in run.rows:
             usual = settings(run, dataclasses.replace(row, engine="")) == settings(

@@ -154,7 +154,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ServingResult:
     """What a load gave.
 
     Attributes:
@@ -198,7 +198,7 @@ class Measured:
     @classmethod
     def of(
         cls, load: Load, requests: Sequence[Timed], goal: Goal | None, client_seconds: float | None = None
-    ) -> Measured:
+    ) -> ServingResult:
         """client_seconds: processor time of the measuring process."""
         good = [request for request in requests if request.error is None]
         errors = dict(Counter(request.error for request in requests if request.error is not None))
@@ -218,13 +218,13 @@ class Measured:
 
 def measure(
     target: Target, load: Load, goal: Goal | None = None, progress: Callable[[int], None] = lambda done: None
-) -> Measured:
+) -> ServingResult:
     """Run a load against a server. progress: called with the number of requests that have ended."""
     bodies = load.bodies(target)
     started = time.process_time()
     requests = _loop_runner()(_run(target, load, bodies, progress))
     client_seconds = time.process_time() - started
-    return Measured.of(load, [take_apart(*found) for found in requests], goal, client_seconds)
+    return ServingResult.of(load, [take_apart(*found) for found in requests], goal, client_seconds)
 
 
 def _loop_runner() -> Callable[[Any], list[Any]]:

@@ -76,7 +76,7 @@ class Timed:
     error: str | None = None
 
 
-class Recorder(asyncio.Protocol):
+class ResponseRecorder(asyncio.Protocol):
     """Keeps what arrives until the server closes the connection."""
 
     def __init__(self) -> None:
@@ -93,13 +93,15 @@ class Recorder(asyncio.Protocol):
             self.closed.set_result(None)
 
 
-async def exchange(target: Target, method: str, path: str, body: bytes = b"", timeout: float = 600.0) -> Recorder:
+async def exchange(
+    target: Target, method: str, path: str, body: bytes = b"", timeout: float = 600.0
+) -> ResponseRecorder:
     """Send one request and wait for its whole answer. `start` of the times is that of sending, not of connecting."""
     parts = urlsplit(target.url)
     secure = ssl.create_default_context() if parts.scheme == "https" else None
     port = parts.port or (443 if secure else 80)
     transport, recorder = await asyncio.get_running_loop().create_connection(
-        Recorder, parts.hostname or "", port, ssl=secure
+        ResponseRecorder, parts.hostname or "", port, ssl=secure
     )
     try:
         key = f"authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
@@ -126,7 +128,7 @@ def request_body(target: Target, prompt: str | list[int], num_output: int, extra
     return json.dumps(body | dict(extra)).encode()
 
 
-async def ask(target: Target, body: bytes, timeout: float) -> tuple[Recorder | None, str | None]:
+async def ask(target: Target, body: bytes, timeout: float) -> tuple[ResponseRecorder | None, str | None]:
     """(what came, what went wrong)"""
     path = target.path("chat/completions" if target.endpoint == "chat" else "completions")
     try:
@@ -137,7 +139,7 @@ async def ask(target: Target, body: bytes, timeout: float) -> tuple[Recorder | N
         return None, f"{type(error).__name__}: {error}"
 
 
-def take_apart(recorder: Recorder | None, error: str | None) -> Timed:
+def take_apart(recorder: ResponseRecorder | None, error: str | None) -> Timed:
     """The times of a finished exchange."""
     if recorder is None:
         return Timed(error=error)

@@ -17,6 +17,7 @@ the server makes them.
 """
 
 from nanovllm.chat.answer import AnswerParser
+from nanovllm.chat.answer_plan import AnswerPlan, with_constraints
 from nanovllm.chat.deltas import (
     ArgumentsDelta,
     CallDelta,
@@ -28,7 +29,6 @@ from nanovllm.chat.deltas import (
     collect,
     parse,
 )
-from nanovllm.chat.plan import AnswerPlan, with_constraints
 from nanovllm.chat.reasoning import ReasoningParser, may_reason, opens_reasoning
 from nanovllm.chat.tool_choice import ToolPlan
 from nanovllm.chat.tools import HermesToolParser, LlamaToolParser, ToolParser, tool_format

@@ -14,11 +14,11 @@ import typer
 from nanovllm.cli.foreign_options import BenchCommand
 from nanovllm.cli.kernels_common import Json
 from nanovllm.cli.option_records import takes_records
-from nanovllm.console import WIDTH, Column, Rows, say
+from nanovllm.console import WIDTH, Column, TablePrinter, say
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
-    from nanovllm.bench.serving import Load, Measured
+    from nanovllm.bench.serving import Load, ServingResult
     from nanovllm.bench.serving_client import Target
 
 _BUSY_CLIENT = 0.9
@@ -165,7 +165,7 @@ def serve(
     limits = [None if ms is None else ms / 1000 for ms in (goal_ttft, goal_tpot, goal_e2e)]
     goal = None if limits == [None] * 3 else Goal(*limits)
     loads = asked.all()
-    found: list[Measured] = []
+    found: list[ServingResult] = []
     goals = {"goal_ttft_ms": goal_ttft, "goal_tpot_ms": goal_tpot, "goal_e2e_ms": goal_e2e}
     head = {"server": url, "model": target.model, "endpoint": endpoint, "options": asked.as_dict() | goals}
     interrupted = False
@@ -185,7 +185,7 @@ def serve(
         raise typer.Exit(130)
 
 
-def _nothing_succeeded(target: Target, measured: Measured) -> str:
+def _nothing_succeeded(target: Target, measured: ServingResult) -> str:
     """What is said of a load without a good answer."""
     from nanovllm.bench.serving_client import get_json
 
@@ -219,7 +219,7 @@ def _bar(name: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
         yield lambda done: progress.update(task, completed=done)
 
 
-def _print(found: list[Measured]) -> None:
+def _print(found: list[ServingResult]) -> None:
     titles = "load", "ok", "tok/s", "req/s", "TTFT ms", "ITL ms", "TPOT ms", "good"
     rows = [
         (
@@ -231,7 +231,7 @@ def _print(found: list[Measured]) -> None:
     ]  # fmt: skip
     widths = [max(map(len, column)) for column in zip(titles, *rows)]
     widths[0] = min(widths[0], WIDTH - sum(widths[1:]) - len(widths) + 1)  # a longer name moves the rest of its row
-    table = Rows(*(Column(title, width, number=i > 0) for i, (title, width) in enumerate(zip(titles, widths))))
+    table = TablePrinter(*(Column(title, width, number=i > 0) for i, (title, width) in enumerate(zip(titles, widths))))
     for row in rows:
         table.add(*row)
     table.end()

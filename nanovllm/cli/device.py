@@ -8,7 +8,7 @@ import typer
 
 from nanovllm.cli.kernels_common import GPUS, Json, Wide
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import Column, Rows, import_torch, say
+from nanovllm.console import Column, TablePrinter, import_torch, say
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def device(
 
 def _print_summary(models: list[DeviceModel]) -> None:
     """One row a GPU."""
-    table = Rows(
+    table = TablePrinter(
         Column("GPU", 16), Column("compute", 7, number=True), Column("SMs", 4, number=True),
         Column("L2 MiB", 6, number=True), Column("TB/s", 12, number=True), Column("bf16 TFLOP/s", 12, number=True),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nanovllm.cli.text_table import print_table
 from nanovllm.fuse.analyzer import FusionReport, GroupRow
-from nanovllm.fuse.group_timing import Agreement, Comparison, Measured
+from nanovllm.fuse.group_timing import Agreement, Comparison, GroupTiming
 
 
 def print_groups(report: FusionReport, wide: bool) -> None:
@@ -67,7 +67,7 @@ def missing(rows: Sequence[Comparison]) -> list[str]:
     found: dict[str, list[str]] = {}
     for r in rows:
         for way in ("unfused", "compile", "ours"):
-            m: Measured = getattr(r, way)
+            m: GroupTiming = getattr(r, way)
             if not m.reason or m.reason == "not asked for":
                 continue
             line = f"not measured: {way}, group {{}}: {m.reason}" if m.seconds is None else f"group {{}}: {m.reason}"
@@ -90,7 +90,7 @@ def agreement_line(found: Agreement) -> str:
     )
 
 
-def _cell(m: Measured) -> str:
+def _cell(m: GroupTiming) -> str:
     return "-" if m.seconds is None else _us(m.seconds)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.cli.fuse_layer import decoder_layer
-from nanovllm.fuse.tracing import place_of
+from nanovllm.fuse.module_export import place_of
 
 
 @dataclass

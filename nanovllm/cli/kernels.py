@@ -13,7 +13,7 @@ from nanovllm.cli.kernels_exchange import export_op, import_solutions
 from nanovllm.cli.kernels_show import show
 from nanovllm.cli.kernels_verify import verify
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import Column, Rows, say
+from nanovllm.console import Column, TablePrinter, say
 from nanovllm.json_output import write_json
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def list_kernels(
 
 def _print_ops(rows: list[dict[str, Any]], title: str) -> None:
     """One row an op."""
-    table = Rows(Column("op", 31), Column("providers: the first runs, [n] cannot", 48), title=title)
+    table = TablePrinter(Column("op", 31), Column("providers: the first runs, [n] cannot", 48), title=title)
     for name in dict.fromkeys(row["op"] for row in rows):
         mine = [row for row in rows if row["op"] == name]
         marks = ["" if row["reason"] is None else table.note(row["reason"]) for row in mine]
@@ -75,7 +75,7 @@ def _print_ops(rows: list[dict[str, Any]], title: str) -> None:
 def _print_providers(rows: list[dict[str, Any]], title: str) -> None:
     """One row a provider."""
     columns = Column("op", 31), Column("provider", 16), Column("rank", 4, number=True), Column("GPUs", 7)
-    table = Rows(*columns, Column("can it run here?", 17), title=title)
+    table = TablePrinter(*columns, Column("can it run here?", 17), title=title)
     for row in rows:
         can = "yes" if row["reason"] is None else f"no {table.note(row['reason'])}"
         table.add(
@@ -133,7 +133,7 @@ def why(
         moved = f"moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops"
         say(f"A call of shape {shape} in {call['dtype']} {moved}.")
     question = "can it take this call?" if call else "can it run here?"
-    table = Rows(Column("provider", 24), Column("rank", 4, number=True), Column(question, 50))
+    table = TablePrinter(Column("provider", 24), Column("rank", 4, number=True), Column(question, 50))
     for row in rows:
         can = "yes" if row["reason"] is None else f"no {table.note(row['reason'])}"
         table.add(row["provider"], str(row["rank"] or ""), can)

@@ -12,7 +12,7 @@ import typer
 
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import INTERRUPTED, Column, Rows, say
+from nanovllm.console import INTERRUPTED, Column, TablePrinter, say
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def bench(
         raise ValueError(f"--save-table: a table of kernels is measured on a GPU, this is {where}")
     results: list[Measurement] = []
     skipped = []
-    table = None if json_file == STDOUT or wide else _Table(where)
+    table = None if json_file == STDOUT or wide else _BenchTable(where)
     stopped = False
     try:
         for declared in common.with_provider(common.matching(ops, op), provider):
@@ -92,7 +92,7 @@ def bench(
 
 def _measure(
     declared: Op, candidates: Sequence[Provider], dtype: torch.dtype, shapes: list[Shape] | None, where: torch.device,
-    results: list[Measurement], table: _Table | None,
+    results: list[Measurement], table: _BenchTable | None,
 ) -> None:  # fmt: skip
     """Append the times of an op's providers, and show each.
 
@@ -146,7 +146,7 @@ _WITHOUT_PLAN_NOTE = (
 )
 
 
-class _Table:
+class _BenchTable:
     """Shows each measurement when it is made."""
 
     def __init__(self, where: torch.device) -> None:
@@ -157,7 +157,7 @@ class _Table:
             Column(f"{unit}B/s", 5, number=True), Column(f"{unit}FLOP/s", 7, number=True), *limit,
         )  # fmt: skip
         self._where = where
-        self._rows, self._width = Rows(*columns, title=_title(where)), len(columns)
+        self._rows, self._width = TablePrinter(*columns, title=_title(where)), len(columns)
         self._shown: tuple[str, str] | None = None
 
     def add(self, m: Measurement) -> None:

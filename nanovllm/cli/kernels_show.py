@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
-from nanovllm.console import WIDTH, Column, Rows
+from nanovllm.console import WIDTH, Column, TablePrinter
 from nanovllm.json_output import STDOUT, write_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def show(
     if json_file == STDOUT:
         return
     print(f"{_signature(declared)}\n\n{_folded_doc(inspect.getdoc(declared) or '')}\n")
-    table = Rows(Column("declared", 12), Column("", 67))
+    table = TablePrinter(Column("declared", 12), Column("", 67))
     for name, value in facts.items():
         value = _WORDS.get(name, "") + value
         apart = re.sub(r"(?<=[A-Z])x(?=[A-Z])", "x\n", value)  # a long form of a shape may go on after an x
@@ -51,7 +51,7 @@ def show(
             table.add(name if i == 0 else "", line.replace("x ", "x") if name == "shape is" else line)
     table.end()
     print(f"\nThe reference, {_place(declared)}:\n\n{_source(declared, with_doc=False)}")
-    table = Rows(Column("provider", 12), Column("GPUs", 7), Column("where it is", 59))
+    table = TablePrinter(Column("provider", 12), Column("GPUs", 7), Column("where it is", 59))
     for row in providers:
         table.add(row["provider"], row["GPUs"], row["function"].removesuffix(f":{op}"))
     table.end()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm.cli import kernels_common as common
-from nanovllm.console import WIDTH, Column, Rows, StatusLine, import_torch
+from nanovllm.console import WIDTH, Column, StatusLine, TablePrinter, import_torch
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.wording import counted
 
@@ -83,7 +83,7 @@ def _verify(
         print(f"--seed {seed} repeats these inputs", file=sys.stderr)
     setting = Setting(str(where), tuple(plugins or ()), seed, quick, jobs, timeout)
     title = f"{common.device_name(where)}: error = largest error / tolerance"
-    table = None if json_file == STDOUT else _Table(title)
+    table = None if json_file == STDOUT else _VerifyTable(title)
     stopped = _fill(rows, pairs, setting, ops, table)
     write_json(json_file, rows)
     if stopped:
@@ -93,7 +93,7 @@ def _verify(
 
 
 def _fill(
-    rows: list[dict[str, Any]], pairs: list[Pair], setting: Setting, ops: dict[str, Op], table: _Table | None
+    rows: list[dict[str, Any]], pairs: list[Pair], setting: Setting, ops: dict[str, Op], table: _VerifyTable | None
 ) -> bool:
     """Verify, and add what was found to the rows and to the table. Whether Ctrl-C came first."""
     by_pair = {(row["op"], row["provider"]): row for row in rows}
@@ -156,11 +156,11 @@ def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
     }
 
 
-class _Table:
+class _VerifyTable:
     """Shows each provider when its cases are done, and the failures below it."""
 
     def __init__(self, title: str) -> None:
-        self._rows = Rows(
+        self._rows = TablePrinter(
             Column("op", 31), Column("provider", 12), Column("cases", 5, number=True),
             Column("skipped", 7, number=True), Column("error", 5, number=True), Column("verdict", 15), title=title,
         )  # fmt: skip

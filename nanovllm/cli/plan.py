@@ -44,7 +44,7 @@ class _Shown:
 
 
 @dataclass(frozen=True)
-class _Compiled(_Shown):
+class _ShownAndCompiled(_Shown):
     """The same of kernels that this package has."""
 
     compile: Annotated[
@@ -65,7 +65,7 @@ def gemm(
     dtype: _Dtype = "bfloat16",
     weight: Annotated[str | None, typer.Option(help="Packed type of the weight: int4, int8 or float8.")] = None,
     group: Annotated[int, typer.Option(help="How many packed weights share a scale.")] = 128,
-    shown: _Compiled,
+    shown: _ShownAndCompiled,
 ) -> None:
     """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -93,7 +93,7 @@ def attention(
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
     causal: Annotated[bool, typer.Option(help="A token sees no later token.")] = True,
     dtype: _Dtype = "bfloat16",
-    shown: _Compiled,
+    shown: _ShownAndCompiled,
 ) -> None:
     """Tiles of attention: query rows of a block, keys of a step."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -141,7 +141,7 @@ def elementwise(
     outputs: Annotated[int, typer.Option(help="Tensors written.")] = 1,
     operations: Annotated[int, typer.Option(help="Instructions per element besides loads and stores.")] = 8,
     dtype: _Dtype = "bfloat16",
-    shown: _Compiled,
+    shown: _ShownAndCompiled,
 ) -> None:
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -161,7 +161,7 @@ def reduction(
     size: Annotated[int, typer.Option(help="Elements of a row.")],
     *,
     dtype: _Dtype = "bfloat16",
-    shown: _Compiled,
+    shown: _ShownAndCompiled,
 ) -> None:
     """Blocks of a row kernel: one pass if the row fits into registers, else pieces."""
     from nanovllm.hardware.gpu_presets import dtype_name
@@ -190,7 +190,7 @@ def _device(gpu: str | None) -> DeviceModel:
 
 def _show(kind: str, problem: Any, planner: Callable[[Any, DeviceModel], list[Plan]], shown: _Shown) -> None:
     from nanovllm.cli.text_table import print_table
-    from nanovllm.plan.report import compiled, document, table_rows
+    from nanovllm.plan.plan_tables import compiled, document, table_rows
 
     device = _device(shown.gpu)
     import_torch()  # as the kernels whose plans are made do

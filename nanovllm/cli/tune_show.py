@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import WIDTH, Column, Rows, say
+from nanovllm.console import WIDTH, Column, TablePrinter, say
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.kernels.op.inputs import written
 
@@ -91,7 +91,7 @@ def show_configurations(op: str | None, device: str, named: str | None, wide: bo
         for i, reason in enumerate(reasons, 1):
             say(f"[{i}] {reason}")
     else:
-        narrow = Rows(Column("tunable", 24), Column("ops", 22), Column("in force", 32), title=title)
+        narrow = TablePrinter(Column("tunable", 24), Column("ops", 22), Column("in force", 32), title=title)
         for r in rows:
             unused = f"; {sum(r['stale'].values())} not used {''.join(map(narrow.note, r['stale']))}"
             narrow.add(r["tunable"], r["ops"][0], _in_force(r) + (unused if r["stale"] else ""))

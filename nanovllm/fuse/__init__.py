@@ -7,6 +7,6 @@ report = FusionAnalyzer(module, (x,), device="h100").report()
 from nanovllm.fuse.analyzer import FusionAnalyzer, FusionReport
 from nanovllm.fuse.cost import FusionCostModel, FusionDevice
 from nanovllm.fuse.grouping import KernelGroup
-from nanovllm.fuse.tracing import TraceError
+from nanovllm.fuse.module_export import TraceError
 
 __all__ = ["FusionAnalyzer", "FusionCostModel", "FusionDevice", "FusionReport", "KernelGroup", "TraceError"]

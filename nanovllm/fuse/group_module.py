@@ -139,7 +139,7 @@ def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
             raise ValueError(f"{node.name} is on the meta device: measuring needs real tensors")
     found: dict[FxNode, Any] = {}
 
-    class Recorder(torch.fx.Interpreter):
+    class ValueRecorder(torch.fx.Interpreter):
         def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
             return super().call_function(_out_of_place(target), args, kwargs)
 
@@ -147,7 +147,7 @@ def values(graph: OpGraph, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
             found[n] = super().run_node(n)
             return found[n]
 
-    recorder = Recorder(program.graph_module)
+    recorder = ValueRecorder(program.graph_module)
     recorder.extra_traceback = False  # of the graph's lines, which would be part of the message
     with torch.no_grad():
         try:

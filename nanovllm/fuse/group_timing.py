@@ -33,7 +33,7 @@ _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4, to
 
 
 @dataclass(frozen=True)
-class Measured:
+class GroupTiming:
     """One way to run a group.
 
     Attributes:
@@ -62,9 +62,9 @@ class Comparison:
     inputs: str
     predicted_unfused: float
     predicted_fused: float
-    unfused: Measured
-    compile: Measured
-    ours: Measured
+    unfused: GroupTiming
+    compile: GroupTiming
+    ours: GroupTiming
 
     @property
     def fused(self) -> float | None:
@@ -157,9 +157,9 @@ def _compare(
     sets, near = 1, True
     if device.type == "cuda":
         sets, near = input_sets(inputs, group.read_bytes, l2_bytes(device))
-    done = {w: Measured(None, "not asked for") for w in WAYS}
+    done = {w: GroupTiming(None, "not asked for") for w in WAYS}
     if any(fx_nodes.reads_to_host(k.fx) for k in group.kernels):
-        done, ways = {w: Measured(None, "it takes a value to the host") for w in WAYS}, ()
+        done, ways = {w: GroupTiming(None, "it takes a value to the host") for w in WAYS}, ()
     random = next((k.op for k in group.kernels if fx_nodes.draws_random(k.fx)), None)
     with torch.no_grad():
         wanted = plain.module(*_fresh(inputs)) if ways else ()
@@ -170,13 +170,13 @@ def _compare(
                 error = difference(fn(*_fresh(given)), wanted)
                 if random:
                     reason = f"{random} draws random numbers, so results were not compared"
-                    done[way] = Measured(_time(fn, given, device, sets, iters), reason)
+                    done[way] = GroupTiming(_time(fn, given, device, sets, iters), reason)
                 elif error is None:
-                    done[way] = Measured(None, "its result differs from the unfused one")
+                    done[way] = GroupTiming(None, "its result differs from the unfused one")
                 else:
-                    done[way] = Measured(_time(fn, given, device, sets, iters), error=error)
+                    done[way] = GroupTiming(_time(fn, given, device, sets, iters), error=error)
             except Exception as e:  # a compiler that is missing or fails is a row of the table, not the end of it
-                done[way] = Measured(None, str(e) if isinstance(e, _NoOp) else _in_one_line(e))
+                done[way] = GroupTiming(None, str(e) if isinstance(e, _NoOp) else _in_one_line(e))
             finally:
                 if way == "compile":
                     torch._dynamo.reset()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanovllm.fuse.group_timing import WAYS, Agreement, Comparison, Measured
+from nanovllm.fuse.group_timing import WAYS, Agreement, Comparison, GroupTiming
 from nanovllm.hardware.gpu_name import canonical_gpu_name
 from nanovllm.hardware.versions import provenance
 from nanovllm.json_output import keep_json
@@ -64,7 +64,7 @@ def _group(r: Comparison) -> dict[str, Any]:
     return {**same, **predicted, **{way: _measured(getattr(r, way)) for way in WAYS}}
 
 
-def _measured(m: Measured) -> dict[str, Any]:
+def _measured(m: GroupTiming) -> dict[str, Any]:
     if m.seconds is None:
         return {"reason": m.reason}
     found = {"us": _micros(m.seconds), "relative_error": m.error}

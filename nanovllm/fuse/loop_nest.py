@@ -115,7 +115,7 @@ def parse(text: str, **sizes: int) -> tuple[LoopNest, ...]:
         raise NestError(f"line {e.lineno}: {e.msg}; {SUPPORTED}") from e
     if not tree.body:
         raise NestError(f"no loop; {SUPPORTED}")
-    return tuple(_Reader(sizes).nest(node) for node in tree.body)
+    return tuple(_NestReader(sizes).nest(node) for node in tree.body)
 
 
 def run(schedule: Sequence[tuple[LoopNest, Point]], arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -141,7 +141,7 @@ def run(schedule: Sequence[tuple[LoopNest, Point]], arrays: Mapping[str, np.ndar
     return made
 
 
-class _Reader:
+class _NestReader:
     """Turns syntax trees into nests. `variables`: the loop variables of the nest that is read."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:

@@ -15,8 +15,8 @@ from nanovllm.fuse import classify, fx_nodes
 from nanovllm.fuse.classify import Kind
 from nanovllm.fuse.fx_nodes import arg, fake, shape_of
 from nanovllm.fuse.matrix_products import matmul_sizes
+from nanovllm.fuse.module_export import trace
 from nanovllm.fuse.operator_flops import declared_cost, flops_of
-from nanovllm.fuse.tracing import trace
 
 Key = TypeVar("Key")
 _PUTS = ("index_put", "index_put_")

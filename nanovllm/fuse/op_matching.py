@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch.fx import Node as FxNode
 
 from nanovllm.fuse.fx_nodes import fake
+from nanovllm.fuse.module_export import TraceError
 from nanovllm.fuse.op_graph import OpGraph, build
-from nanovllm.fuse.tracing import TraceError
 from nanovllm.fuse.value_graph import Value, ValueGraph
 from nanovllm.kernels import Op, Tensors, all_ops
 
@@ -42,7 +42,7 @@ class Match:
 
 
 @dataclass(frozen=True, eq=False)
-class Pattern:
+class OpPattern:
     """An op's reference. `inputs`: its tensor arguments; `fixed`: the others; `roots`: where matching starts."""
 
     op: Op
@@ -138,7 +138,7 @@ def packed_dtypes(name: str, dtype: torch.dtype) -> frozenset[torch.dtype]:
 
 
 @cache
-def patterns(name: str, dtype: torch.dtype) -> tuple[Pattern, ...]:
+def patterns(name: str, dtype: torch.dtype) -> tuple[OpPattern, ...]:
     """The patterns of an op for inputs of a dtype; none where values decide what is computed: those stay ops."""
     declared, made = all_ops()[name], []
     for base in _examples(name, dtype):
@@ -166,7 +166,7 @@ def _examples(name: str, dtype: torch.dtype) -> list[dict[str, Any]]:
     return [declared.inputs(Tensors(dtype, torch.device("cpu")), shape, v) for v in declared.inputs.variants]
 
 
-def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) -> Pattern | None:
+def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) -> OpPattern | None:
     tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     fixed = {k: v for k, v in arguments.items() if k not in tensors}
     try:
@@ -182,7 +182,7 @@ def _pattern(declared: Op, fn: Callable[..., Any], arguments: dict[str, Any]) ->
     outputs = results[len(results) - users :] if users else ()
     writers = [values.of[k.fx] for k in graph if k.mutates]
     roots = tuple(dict.fromkeys((*(v for v in outputs if v.label is not None), *writers)))
-    return Pattern(declared, values, dict(zip(graph.inputs, tensors)), fixed, outputs, roots)
+    return OpPattern(declared, values, dict(zip(graph.inputs, tensors)), fixed, outputs, roots)
 
 
 # ------------------------------------------------------------------------------------------------------------- matching
@@ -223,7 +223,7 @@ def _bind(pairs: list[tuple[Value, Value, FxNode]], binding: Binding) -> Iterato
             yield from _bind([*below, *rest], extended)
 
 
-def _accept(pattern: Pattern, binding: Binding, graph: OpGraph) -> Match | None:
+def _accept(pattern: OpPattern, binding: Binding, graph: OpGraph) -> Match | None:
     """The match of a binding, if the op can take the place of the kernels."""
     pairs = [(w, g) for w, (g, _) in binding.items() if w.kernel]
     kernels = frozenset(g.fx for _, g in pairs)
@@ -252,7 +252,7 @@ def _accept(pattern: Pattern, binding: Binding, graph: OpGraph) -> Match | None:
     return Match(pattern.op.name, kernels, arguments, outputs)
 
 
-def _arguments(pattern: Pattern, binding: Binding, pairs: list[tuple[Value, Value]]) -> dict[str, Any] | None:
+def _arguments(pattern: OpPattern, binding: Binding, pairs: list[tuple[Value, Value]]) -> dict[str, Any] | None:
     """What to call the op with; None if the graph's numbers are not those of the op."""
     bound: dict[str, Any] = {}
     for wanted, given in ((a, b) for w, g in pairs for a, b in zip(w.scalars, g.scalars)):

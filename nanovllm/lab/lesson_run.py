@@ -14,9 +14,9 @@ from nanovllm.hardware.gpu_presets import DeviceModel, device_model, this_device
 from nanovllm.hardware.versions import versions
 from nanovllm.kernels.op.availability import triton_support
 from nanovllm.lab.check import WayCheck, check, error_line
-from nanovllm.lab.compiled import cuda_reading, triton_reading
 from nanovllm.lab.interpret import check_here, check_interpreted
 from nanovllm.lab.lesson import Lesson, dtype_name
+from nanovllm.lab.lesson_ptx import cuda_reading, triton_reading
 from nanovllm.lab.ptx import Reading, explained, resources_in_words
 from nanovllm.lab.way_timing import Limits, WayRow, check_sizes, limits, measure
 from nanovllm.lab.ways import Way, check_names, ways

@@ -27,7 +27,7 @@ def ways(lesson: Lesson, device: torch.device, dtype: torch.dtype, names: Sequen
     makers: dict[str, Callable[[], Way]] = {
         "plain": lambda: Way("plain", lesson.plain),
         "torch": lambda: Way("torch", lesson.own),
-        "compile": lambda: Way("compile", _Compiled(lesson.compiled or lesson.plain)),
+        "compile": lambda: Way("compile", _CompiledPerShape(lesson.compiled or lesson.plain)),
         "cuda": lambda: _cuda(lesson, device),
         "triton": lambda: _triton(lesson, device, dtype),
     }
@@ -42,7 +42,7 @@ def check_names(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(w for w in WAYS if not names or w in names)
 
 
-class _Compiled:
+class _CompiledPerShape:
     """torch.compile of a function, anew for each shape, so that the compiler knows the shape."""
 
     def __init__(self, fn: Callable[..., torch.Tensor]) -> None:

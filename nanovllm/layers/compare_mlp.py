@@ -9,7 +9,7 @@ import torch
 import typer
 
 from nanovllm.arguments import full_dtype
-from nanovllm.console import Column, Rows, run_program
+from nanovllm.console import Column, TablePrinter, run_program
 from nanovllm.kernels import benchmark_kernel, linear_silu_and_mul, silu_and_mul, unavailable_reason
 from nanovllm.kernels.op.declaration import TOLERANCE
 from nanovllm.layers.custom_mlp import CustomGatedMLP
@@ -45,7 +45,7 @@ def compare_mlp(
     numbers = (
         Column(title, width, number=True) for title, width in (("batch", 5), ("plain us", 10), ("custom us", 10))
     )
-    table = Rows(
+    table = TablePrinter(
         *numbers, Column("speed-up", 8, number=True), Column("error", 8, number=True), Column("equal", 5),
         Column("the first half is served by", 27),
         title=f"gated MLP {hidden_size} x {intermediate_size}, {name}, {where}",

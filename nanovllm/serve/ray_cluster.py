@@ -10,8 +10,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from nanovllm.serve.ray import ray, serve
@@ -51,19 +51,26 @@ def run(
     Raises:
         ValueError: there is no cluster at this address, it cannot serve the replicas, or these cannot start.
     """
-    with leftovers_ended() if address is None else nullcontext():
-        _run(application, needed, address, host, port, drain, ready)
+    with leftovers_ended() if address is None else nullcontext(), _connected(address, needed):
+        _check_cluster(needed, address, host, port)
+        serve.start(http_options={"host": host, "port": port})
+        seconds = 0.0  # replicas that have not started have no requests to finish
+        try:
+            _deploy(application)
+            seconds = drain
+            ready()
+            asyncio.run(_signal())
+        finally:
+            _delete(seconds)  # the cluster may serve other applications
 
 
-def _run(
-    application: Any,
-    needed: Mapping[str, float],
-    address: str | None,
-    host: str,
-    port: int,
-    drain: float,
-    ready: Callable[[], None],
-) -> None:
+@contextmanager
+def _connected(address: str | None, needed: Mapping[str, float]) -> Iterator[None]:
+    """Within the block this process belongs to the cluster at the address; None: to a new one, ended by the block.
+
+    Raises:
+        ValueError: there is no cluster at this address.
+    """
     _log_as_this_program()
     if address is None:
         os.environ.update(_OWN_ENVIRONMENT)
@@ -79,16 +86,7 @@ def _run(
     except OSError as error:  # Ray's is a ConnectionError
         raise ValueError(f"--ray-address {address}: {error}; start a cluster there with ray start --head") from None
     try:
-        _check_cluster(needed, address, host, port)
-        serve.start(http_options={"host": host, "port": port})
-        seconds = 0.0
-        try:
-            _deploy(application)
-            seconds = drain
-            ready()
-            asyncio.run(_signal())
-        finally:
-            _delete(seconds)  # the cluster may serve other applications
+        yield
     finally:
         if address is None:
             serve.shutdown()

@@ -122,7 +122,7 @@ def check_template(text: str, where: str) -> None:
     from jinja2.ext import Extension
     from jinja2.parser import Parser
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}` marks what the model writes."""
 
         tags = {"generation"}
@@ -132,7 +132,7 @@ def check_template(text: str, where: str) -> None:
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     try:
-        Environment(extensions=[Generation, "jinja2.ext.loopcontrols"]).parse(text)
+        Environment(extensions=[GenerationTag, "jinja2.ext.loopcontrols"]).parse(text)
     except TemplateSyntaxError as error:
         raise ValueError(
             f"{where} is no Jinja template: {error.message}, in line {error.lineno}; correct it or remove it"

@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 
 import bench
-from nanovllm.bench import benchmark, worker
-from nanovllm.bench.job import Repeat, Row
+from nanovllm.bench import benchmark, measuring_process
+from nanovllm.bench.job import Repeat, ResultRow
 from nanovllm.hardware.measured_rates import Rates
 
 
@@ -23,7 +23,7 @@ def run(tmp_path, fp8_flops, *further, dtypes=("bfloat16",), rate=2e12, speeds=(
             rates = Rates("GPU, fake", 1e12, 1e12, 1e12, {d: rate if d == "float8" else speed for d in named})
             return emit("rates", asdict(rates))
         repeat = Repeat(3.0, 1, 1, None, None, None, None, 10, int(6e12), 1.6, fp8_flops)
-        row = Row("nanovllm", "custom", "m", job.workloads[0].name, "", None, [repeat], [1.0])
+        row = ResultRow("nanovllm", "custom", "m", job.workloads[0].name, "", None, [repeat], [1.0])
         row.about = {"device": "GPU, fake", "dtype": "bfloat16", **about}
         return emit("row", row.to_json())
 
@@ -62,7 +62,7 @@ def test_their_rate_is_not_shown_where_it_is_not_used_or_not_there(tmp_path, cap
 
 def test_rates_of_several_devices_include_that_of_8_bit_floats():
     one = Rates("GPU", 1.0, 1.0, 1.0, {"bfloat16": 1.0, "float8": 2.0})
-    assert worker.of_several(one, 4).matmul == {"bfloat16": 4.0, "float8": 8.0}
+    assert measuring_process.of_several(one, 4).matmul == {"bfloat16": 4.0, "float8": 8.0}
 
 
 def test_a_row_above_the_limit_names_other_processes_before_the_account(tmp_path, capsys):

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nanovllm.bench.job import Repeat, Row
+from nanovllm.bench.job import Repeat, ResultRow
 from nanovllm.bench.profile import KernelTime, OpTime, Profile, StepTime, host_times
 from nanovllm.bench.profile_report import html_report, over_limit, text_report
 from nanovllm.hardware.measured_rates import Rates
@@ -53,9 +53,9 @@ def profile():
 def rows():
     repeat = Repeat(0.5, 100, 200, 0.01, 0.02, 0.001, 0.002, 5, 5)
     load = "qwen3-0.6b", "bs128", "l"
-    mine = Row("nanovllm", "custom", *load, None, [repeat], about={"dtype": "bfloat16"}, mbu=0.4, mfu=0.1)
-    native = Row("nanovllm", "native", *load, None, [dataclasses.replace(repeat, seconds=1.0)])
-    return [mine, native, Row("vllm", "", *load, "vllm is <not> installed")]
+    mine = ResultRow("nanovllm", "custom", *load, None, [repeat], about={"dtype": "bfloat16"}, mbu=0.4, mfu=0.1)
+    native = ResultRow("nanovllm", "native", *load, None, [dataclasses.replace(repeat, seconds=1.0)])
+    return [mine, native, ResultRow("vllm", "", *load, "vllm is <not> installed")]
 
 
 def test_the_text_says_what_was_found(profile, rows):

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from nanovllm.bench import result_tables, results
-from nanovllm.bench.job import Repeat, RequestTimes, Row, Run, percentile
+from nanovllm.bench.job import Repeat, RequestTimes, ResultRow, Run, percentile
 from nanovllm.bench.results import Record
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.hardware.roofline import Work
@@ -20,7 +20,7 @@ def row(rate, engine="nanovllm", variant="custom", workload="bs1", error=None, s
         for r in (rate, rate * (1 - spread), rate * (1 - spread / 2))
     ]
     about = {"device": "NVIDIA H200", "dtype": "bfloat16"}
-    return Row(engine, variant, "m", workload, load, error, [] if error else repeats, about=about, **more)
+    return ResultRow(engine, variant, "m", workload, load, error, [] if error else repeats, about=about, **more)
 
 
 def record(*rows, commit="abc", **arguments):

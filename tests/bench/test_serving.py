@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
-from nanovllm.bench.serving import Goal, Load, Measured, measure
-from nanovllm.bench.serving_client import Recorder, Target, Timed, get_json, request_body, take_apart
+from nanovllm.bench.serving import Goal, Load, ServingResult, measure
+from nanovllm.bench.serving_client import ResponseRecorder, Target, Timed, get_json, request_body, take_apart
 from nanovllm.bench.workloads import Workload
 from nanovllm.cli import app
 from nanovllm.cli.bench import _print
@@ -17,7 +17,7 @@ from tests import tiny
 from tests.serve.running import RunningServer
 
 
-class Recorded(Recorder):
+class Recorded(ResponseRecorder):
     """An answer whose pieces come a second apart."""
 
     def __init__(self, *pieces):
@@ -85,11 +85,11 @@ def test_the_message_of_an_error_is_shown_alone_and_whole(data, said):
 
 def test_figures():
     requests = [Timed(0.0, [1.0, 1.5, 2.0], 2.0, 5, 3), Timed(1.0, [3.0], 3.0, 5, 1), Timed(error="refused")]
-    found = Measured.of(Load(3), requests, Goal(ttft=1.5))
+    found = ServingResult.of(Load(3), requests, Goal(ttft=1.5))
     assert (found.num_ok, found.num_failed, found.num_good, found.errors) == (2, 1, 1, {"refused": 1})
     assert found.seconds == 3.0 and found.output_rate == pytest.approx(4 / 3)
     assert found.ttft.mean == 1.5 and found.itl.median == 0.5 and found.tpot.p99 == 0.5
-    assert found.client_load is None and Measured.of(Load(3), requests, None, 1.5).client_load == 0.5
+    assert found.client_load is None and ServingResult.of(Load(3), requests, None, 1.5).client_load == 0.5
     shown = json.loads(json.dumps(found.as_dict()))
     assert shown["requests_per_s"] == pytest.approx(2 / 3) and shown["output_tokens_per_s"] == pytest.approx(4 / 3)
     assert shown["ttft_s"]["mean"] == 1.5 and (shown["num_ok"], shown["num_good"]) == (2, 1)
@@ -175,7 +175,7 @@ def test_the_table_stays_in_line_whatever_the_times(capsys):
     requests = [Timed(0.0, [0.0051, 0.0062], 0.01, 5, 2)] * 2
     slow = [Timed(0.0, [123.4567, 124.4567], 130.0, 5, 2)] * 2
     loads = (Load(2, concurrency=1), requests), (Load(2, concurrency=None, rate=12345.0), slow)
-    _print([Measured.of(load, timed, Goal(ttft=1.0)) for load, timed in loads])
+    _print([ServingResult.of(load, timed, Goal(ttft=1.0)) for load, timed in loads])
     title, first, second, *_ = capsys.readouterr().out.splitlines()
     assert "5.1 / 5.1" in first and "123457 / 123457" in second and "1000 / 1000" in second
     for end in ("TTFT ms", "ITL ms", "TPOT ms", "good"):

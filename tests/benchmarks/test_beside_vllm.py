@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
 from benchmarks.serving import dummy_tokenizer
-from benchmarks.serving.rows import OFFLINE, OURS, Rows, tables
+from benchmarks.serving.result_file import OFFLINE, OURS, ResultFile, tables
 from benchmarks.serving.server_process import ServerFailed, ServerProcess
 from nanovllm import LLM, SamplingParams
 from tests import tiny
@@ -66,7 +66,7 @@ def row(rate, ttft=0.01):
 
 
 def test_rows_are_in_the_file_as_they_come_and_make_tables(tmp_path, capsys):
-    rows = Rows(tmp_path / "rows.json", {})
+    rows = ResultFile(tmp_path / "rows.json", {})
     for part, side, load, found in (
         ("std256", OFFLINE, "std256", row(1000.0)),
         ("std256", OURS, "std256", row(960.0)),
@@ -79,7 +79,7 @@ def test_rows_are_in_the_file_as_they_come_and_make_tables(tmp_path, capsys):
     ):
         rows.add(part, side, load, 0, found)
         assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == len(rows.rows)
-    said = tables(Rows.read(tmp_path / "rows.json")).splitlines()
+    said = tables(ResultFile.read(tmp_path / "rows.json")).splitlines()
     assert said[0] == "std256: 960 tokens/s through HTTP, 1,000 by LLM.generate: 96.0 %"
     assert said[1:3] == ["0 of 128: 500 tokens/s, +0.0 %", "20 of 128: 490 tokens/s, -2.0 %"]
     assert "| 16 | 310 | 155 | 20.0 | 40.0 | 40.0 | 80.0 | - | - | - | - | 2.00 |" in said

@@ -14,7 +14,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from benchmarks.planner_proof import compile_queue as compiling
-from benchmarks.planner_proof.inputs import prepare
+from benchmarks.planner_proof.input_sets import prepare
 from benchmarks.planner_proof.problems import ALL, plan
 from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.plan import GemmProblem, ReductionProblem

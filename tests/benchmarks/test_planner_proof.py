@@ -11,10 +11,10 @@ import torch
 from benchmarks.planner_proof import __main__ as command
 from benchmarks.planner_proof import docs_table, judging
 from benchmarks.planner_proof.builtin_choice import builtin, with_builtin
-from benchmarks.planner_proof.inputs import num_sets, prepare
+from benchmarks.planner_proof.gpu_timer import sample
+from benchmarks.planner_proof.input_sets import num_sets, prepare
 from benchmarks.planner_proof.problems import ALL, plan
 from benchmarks.planner_proof.proof import prove
-from benchmarks.planner_proof.timing import sample
 from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.plan import ConvProblem, GemmProblem, ReductionProblem
 

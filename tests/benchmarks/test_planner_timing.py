@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.planner_proof import inputs, timing
+from benchmarks.planner_proof import gpu_timer, input_sets
 from benchmarks.planner_proof.compile_queue import CompileQueue
 from benchmarks.planner_proof.problems import ALL, plan
 from benchmarks.planner_proof.proof import prove
@@ -51,32 +51,32 @@ class Clock:
 def test_a_glance_costs_little(seconds, sets, most):
     for best in (None, 0.7 * seconds, seconds, 3 * seconds):
         clock = Clock()
-        timer = timing.GpuTimer(H200, bench=clock)
+        timer = gpu_timer.GpuTimer(H200, bench=clock)
         assert timer.glance([seconds] * sets, seconds, best) == pytest.approx(seconds)
         assert clock.spent < most
     # Far from the best: two calls of a slow kernel, a graph of a fast one.
     clock = Clock()
-    slow = timing.GpuTimer(H200, bench=clock).glance([5 * seconds] * sets, seconds, seconds)
-    assert slow > timing.FAR * seconds and clock.spent < 15e-3
+    slow = gpu_timer.GpuTimer(H200, bench=clock).glance([5 * seconds] * sets, seconds, seconds)
+    assert slow > gpu_timer.FAR * seconds and clock.spent < 15e-3
     assert clock.recorded == (seconds < 300e-6)
 
 
 def test_slow_only_once_is_not_far():
     """The first call loads the kernel."""
     clock = Clock()
-    found = timing.GpuTimer(H200, bench=clock).glance([5e-3, 600e-6], 600e-6, 600e-6)
+    found = gpu_timer.GpuTimer(H200, bench=clock).glance([5e-3, 600e-6], 600e-6, 600e-6)
     assert clock.recorded == 1 and found > 600e-6
 
 
 def test_finalists_are_compared_in_turns():
-    assert timing.finalists({i: 1.0 / (1 + i) for i in range(20)}) == [0, 1, 2, 3, 4, *range(12, 20)]
-    assert timing.finalists({3: 1.0, 7: 2.0}) == timing.finalists({3: 1.0, 7: 2.0}, 9) == [3, 7]
-    assert timing.finalists({i: 1.0 + i for i in range(20)}, 15) == [*range(8), 15]
+    assert gpu_timer.finalists({i: 1.0 / (1 + i) for i in range(20)}) == [0, 1, 2, 3, 4, *range(12, 20)]
+    assert gpu_timer.finalists({3: 1.0, 7: 2.0}) == gpu_timer.finalists({3: 1.0, 7: 2.0}, 9) == [3, 7]
+    assert gpu_timer.finalists({i: 1.0 + i for i in range(20)}, 15) == [*range(8), 15]
     clock = Clock(0.05)
-    found = timing.GpuTimer(H200, bench=clock).compare([[1e-5] * 6, [2e-5] * 6, [5e-4] * 2])
+    found = gpu_timer.GpuTimer(H200, bench=clock).compare([[1e-5] * 6, [2e-5] * 6, [5e-4] * 2])
     assert found == pytest.approx([1e-5, 2e-5, 5e-4], rel=0.05)
-    assert timing.repeats(1e-3, 25, 12e-3, 5) == 12 and timing.repeats(1e-6, 25, 12e-3, 5) == 25
-    assert timing.repeats(1.0, 25, 12e-3, 5) == 5
+    assert gpu_timer.repeats(1e-3, 25, 12e-3, 5) == 12 and gpu_timer.repeats(1e-6, 25, 12e-3, 5) == 25
+    assert gpu_timer.repeats(1.0, 25, 12e-3, 5) == 5
 
 
 def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
@@ -108,11 +108,11 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    made = inputs.Inputs([(right,)] * 4, run, lambda arguments: arguments[0], library)
-    monkeypatch.setattr(inputs, "prepare", lambda *_: made)
+    made = input_sets.InputSets([(right,)] * 4, run, lambda arguments: arguments[0], library)
+    monkeypatch.setattr(input_sets, "prepare", lambda *_: made)
     bench = Called()
     bench.stream = None
-    timer = timing.GpuTimer(H200, lambda p, i: "CompilationError: no" if p is problem and i == 3 else None, bench)
+    timer = gpu_timer.GpuTimer(H200, lambda p, i: "CompilationError: no" if p is problem and i == 3 else None, bench)
     swift = [replace(p, seconds=1e-9) if i == 20 else p for i, p in enumerate(plans)]
     wrong = (plans[2], swift[20])
     found = timer(problem, swift, time.monotonic() + 600)
@@ -133,21 +133,21 @@ def test_the_timer_counts_failures_and_wrong_results(monkeypatch):
     assert found["seconds"] == pytest.approx({i: plans[i].seconds for i in found["seconds"]})
     assert found["wrong"] == [{"config": str(plans[2].config), "error": pytest.approx(0.2)}]
     assert timer(problem, plans, 0.0) == {"seconds": {}, "cut": True}
-    nothing = timing.GpuTimer(H200, lambda p, i: "no", bench)(problem, plans[:2], time.monotonic() + 600)
+    nothing = gpu_timer.GpuTimer(H200, lambda p, i: "no", bench)(problem, plans[:2], time.monotonic() + 600)
     assert not nothing["seconds"] and len(nothing["failed"]) == 2
 
 
 def test_the_library_multiplies_in_the_dtype_of_the_problem(monkeypatch):
-    seen, linear, cpu = [], inputs.F.linear, torch.device("cpu")
+    seen, linear, cpu = [], input_sets.F.linear, torch.device("cpu")
 
     def watched(*arguments):
         seen.append(torch.backends.cuda.matmul.fp32_precision)
         return linear(*arguments)
 
-    monkeypatch.setattr(inputs.F, "linear", watched)
+    monkeypatch.setattr(input_sets.F, "linear", watched)
     before = torch.backends.cuda.matmul.fp32_precision
     for dtype in ("tfloat32", "float32", "bfloat16"):
-        made = inputs.prepare(GemmProblem(4, 4, 4, dtype), cpu, H200, sets=1)
+        made = input_sets.prepare(GemmProblem(4, 4, 4, dtype), cpu, H200, sets=1)
         made.library(made.sets[0])
     assert seen == ["tf32", "ieee", before] and torch.backends.cuda.matmul.fp32_precision == before
 
@@ -157,7 +157,7 @@ import dataclasses, random, torch
 from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.plan import *
 from benchmarks.planner_proof.builtin_choice import OwnKernel, builtin
-from benchmarks.planner_proof.inputs import prepare
+from benchmarks.planner_proof.input_sets import prepare
 from benchmarks.planner_proof.problems import plan
 random.seed(0)
 cpu, h100, a100 = torch.device("cpu"), device_model("h100"), device_model("a100")
@@ -213,7 +213,7 @@ def test_timing_on_a_gpu(tmp_path, monkeypatch):
     queue = CompileQueue(len(os.sched_getaffinity(0)))
     try:
         with torch.inference_mode():
-            found = prove(model, problems, timing.GpuTimer(model, queue.failure), 300, 8, queue).document()
+            found = prove(model, problems, gpu_timer.GpuTimer(model, queue.failure), 300, 8, queue).document()
     finally:
         queue.close()
     assert len(found["shapes"]) == 3 and not found["stopped"] and not missed
@@ -222,5 +222,5 @@ def test_timing_on_a_gpu(tmp_path, monkeypatch):
         assert 0.2 < s["first"]["predicted_us"] / s["first"]["us"] < 3, s
     started = time.monotonic()
     with torch.inference_mode():
-        nothing = prove(model, problems, timing.GpuTimer(model), 0).document()
+        nothing = prove(model, problems, gpu_timer.GpuTimer(model), 0).document()
     assert not nothing["shapes"] and time.monotonic() - started < 5

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import structured_output
 from benchmarks.serving import dummy_tokenizer
-from benchmarks.structured_output import SAID, Rates, Stages, in_threads, mask_seconds, print_masks, print_rates
+from benchmarks.structured_output import SAID, RoundRates, Stages, in_threads, mask_seconds, print_masks, print_rates
 from benchmarks.structured_output_host import Host, step_ms
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.fast.policy import FastPolicy
@@ -119,7 +119,7 @@ def test_too_few_tokens_for_a_steady_rate(monkeypatch, capsys, tokens, said):
 
 
 def test_what_both_rates_lose(capsys):
-    print_rates({0: [Rates(100, 200), Rates(50, 400), Rates(80, 300)], 20: [Rates(72, 285)] * 3}, 8)
+    print_rates({0: [RoundRates(100, 200), RoundRates(50, 400), RoundRates(80, 300)], 20: [RoundRates(72, 285)] * 3}, 8)
     said = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(line[0], line[1], line[5], line[7]) for line in said] == [
         ("whole", "0", "+0.0", "100.00"), ("whole", "20", "-10.0", "111.11"),

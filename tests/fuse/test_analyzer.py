@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from nanovllm.cli.fuse_layer import decoder_layer
 from nanovllm.fuse import FusionAnalyzer, TraceError
 from nanovllm.fuse.group_timing import Agreement, measure
+from nanovllm.fuse.module_export import trace
 from nanovllm.fuse.op_graph import build
-from nanovllm.fuse.tracing import trace
 from tests.fuse.modules import PLAIN, norm
 
 

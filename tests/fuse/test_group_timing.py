@@ -12,7 +12,7 @@ from nanovllm.cli.fuse_layer import decoder_layer
 from nanovllm.cli.fuse_tables import missing
 from nanovllm.fuse import FusionAnalyzer, kept_timings
 from nanovllm.fuse.cpu_model import measure_cpu
-from nanovllm.fuse.group_timing import Agreement, Comparison, Measured, difference, input_sets, measure, spearman
+from nanovllm.fuse.group_timing import Agreement, Comparison, GroupTiming, difference, input_sets, measure, spearman
 from nanovllm.hardware.gpu_presets import device_model
 from tests.fuse.modules import PLAIN, meta, mlp, norm
 from tests.shared_gpu import gpu_is_shared, preset_here
@@ -31,7 +31,7 @@ def test_measure_on_a_cpu():
         assert (r.ours.seconds or 0) > 0 or r.ours.reason == "no op of ours"
         assert r.predicted_fused <= r.predicted_unfused
     (only,) = measure(FusionAnalyzer(torch.cosh, (ARGS[0],), device=PLAIN), ARGS[:1], ways=("unfused", "ours"), iters=1)
-    assert only.ours == Measured(None, "no op of ours") and only.compile.reason == "not asked for"
+    assert only.ours == GroupTiming(None, "no op of ours") and only.compile.reason == "not asked for"
 
 
 def test_a_way_that_fails_or_is_wrong_is_a_row():
@@ -46,7 +46,7 @@ def test_a_way_that_fails_or_is_wrong_is_a_row():
     (row,) = measure(analyzer, ARGS[:2], backend=no_compiler, iters=1)
     assert row.compile.seconds is None and "no C++ compiler" in row.compile.reason and "\n" not in row.compile.reason
     (row,) = measure(analyzer, ARGS[:2], backend=wrong, iters=1)
-    assert row.compile == Measured(None, "its result differs from the unfused one")
+    assert row.compile == GroupTiming(None, "its result differs from the unfused one")
 
 
 WITHOUT_A_COMPILER = """
@@ -155,7 +155,9 @@ def test_what_goes_through_the_host_is_not_fused_across():
 
 def comparison(predicted, measured, kernels=2):
     (a, b), (c, d) = predicted, measured
-    return Comparison(1, "x", kernels, "none", "cache", a, b, Measured(c), Measured(d), Measured(None, "no op of ours"))
+    return Comparison(
+        1, "x", kernels, "none", "cache", a, b, GroupTiming(c), GroupTiming(d), GroupTiming(None, "no op of ours")
+    )
 
 
 def test_agreement():

@@ -6,8 +6,8 @@ import torch
 from nanovllm.hardware.gpu_presets import device_model
 from nanovllm.kernels.cuda.build import toolchain_reason
 from nanovllm.lab import cuda_build
-from nanovllm.lab.compiled import cuda_reading, triton_reading
 from nanovllm.lab.lesson import NAMES, lesson
+from nanovllm.lab.lesson_ptx import cuda_reading, triton_reading
 from nanovllm.lab.ptx import explained, kernels_of, read, resources_in_words
 
 PTX = """

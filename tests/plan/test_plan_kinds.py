@@ -22,7 +22,7 @@ from nanovllm.plan import (
 from nanovllm.plan import attention_tiles as attention
 from nanovllm.plan import elementwise_tiles as elementwise
 from nanovllm.plan import reduction_tiles as reduction
-from nanovllm.plan.report import document, table_rows
+from nanovllm.plan.plan_tables import document, table_rows
 from nanovllm.plan.resources import padded, positive
 from tests.plan.devices import A100, H100, ROUND, SOME
 

@@ -6,12 +6,12 @@ import pytest
 
 from nanovllm.weights.quantization import config as quantization_config
 from nanovllm.weights.quantization.integers import AwqStorage, GptqStorage, PackedIntStorage
-from nanovllm.weights.quantization.rules import Rule, Section
+from nanovllm.weights.quantization.rules import ConfigSection, Rule
 from tests.weights.quantised_files import compressed
 
 
 def parse(**entries):
-    return quantization_config.parse(Section(entries, "config.json"))
+    return quantization_config.parse(ConfigSection(entries, "config.json"))
 
 
 UP, DOWN, VALUE = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.v_proj"

@@ -59,7 +59,7 @@ class Definition:
 
 
 @dataclass(frozen=True)
-class Workload:
+class DefinitionWorkload:
     """Sizes of the variable axes, and where the inputs come from: {"type": "random"}, "scalar" or "safetensors"."""
 
     axes: Mapping[str, int]
@@ -239,7 +239,7 @@ def solution(value: Any, where: str) -> Solution:
     )  # fmt: skip
 
 
-def workloads(lines: list[Any], of: Definition, where: str) -> list[Workload]:
+def workloads(lines: list[Any], of: Definition, where: str) -> list[DefinitionWorkload]:
     """The workloads of a Definition from the lines of its JSONL file. where: the file, for errors."""
     found = []
     for number, line in enumerate(lines, 1):
@@ -261,5 +261,5 @@ def workloads(lines: list[Any], of: Definition, where: str) -> list[Workload]:
             if (kind == "scalar") != (spec.shape is None):
                 wanted = "scalar" if spec.shape is None else "random or safetensors"
                 raise given.error("type", f"expected {wanted}, as the Definition has the input, not {kind!r}")
-        found.append(Workload({a: sizes.size(a) for a in of.variable}, inputs.value, one.text("uuid")))
+        found.append(DefinitionWorkload({a: sizes.size(a) for a in of.variable}, inputs.value, one.text("uuid")))
     return found

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.adapters.flashinfer_bench.documents import Definition, DocumentError, Spec, Workload
+from nanovllm.adapters.flashinfer_bench.documents import Definition, DefinitionWorkload, DocumentError, Spec
 from nanovllm.kernels import Inputs, Tensors
 from nanovllm.kernels.op.inputs import Shape
 
@@ -32,13 +32,13 @@ def main_dtype(of: Definition) -> torch.dtype:
     return torch.float32
 
 
-def declared_inputs(of: Definition, workloads: Sequence[Workload], root: Path | None) -> Inputs:
+def declared_inputs(of: Definition, workloads: Sequence[DefinitionWorkload], root: Path | None) -> Inputs:
     """The inputs of a Definition's op: the numbers of a shape are the sizes of its variable axes.
 
     Raises:
         DocumentError: there is no workload, and the inputs are not such that random ones would do.
     """
-    by_shape: dict[Shape, Workload] = {}
+    by_shape: dict[Shape, DefinitionWorkload] = {}
     for workload in workloads:
         sizes = tuple(workload.axes[a] for a in of.variable)
         number = sum(shape[: len(sizes)] == sizes for shape in by_shape)
@@ -79,7 +79,7 @@ def _elements(of: Definition, shape: Shape) -> int:
     return sum(math.prod(sizes[a] or 0 for a in spec.shape or ()) for spec in of.inputs.values())
 
 
-def _defaults(of: Definition, workloads: Sequence[Workload]) -> dict[str, Mapping[str, Any]]:
+def _defaults(of: Definition, workloads: Sequence[DefinitionWorkload]) -> dict[str, Mapping[str, Any]]:
     """Inputs at a shape that no workload has: random tensors, and scalars as the first workload has them."""
     known = workloads[0].inputs if workloads else {}
     scalars = {"bool": False, "float32": 1e-6}

@@ -25,7 +25,7 @@ def self_contained(*wanted: Callable[..., Any]) -> str:
     Raises:
         NotSelfContained: the text is not in a file, or two different things of one name are used.
     """
-    collector = _Collector()
+    collector = _StatementCollector()
     for one in wanted:
         module = inspect.getmodule(one)
         if module is None or not hasattr(module, "__file__"):
@@ -35,7 +35,7 @@ def self_contained(*wanted: Callable[..., Any]) -> str:
     return "\n".join(["from __future__ import annotations", "", *imports, "", "", *collector.parts]).rstrip() + "\n"
 
 
-class _Collector:
+class _StatementCollector:
     """Collects the statements that define names, each after what it uses."""
 
     def __init__(self) -> None:

@@ -15,6 +15,6 @@ compiled model is. The pass runs on the graphs of the forward pass, after autogr
 backward pass is not fused away.
 """
 
-from nanovllm.adapters.inductor.fused_ops import FUSED, OPS, FusedOps, Report, replacing
+from nanovllm.adapters.inductor.fused_ops import FUSED, OPS, FusedOps, PassReport, replacing
 
-__all__ = ["FUSED", "OPS", "FusedOps", "Report", "replacing"]
+__all__ = ["FUSED", "OPS", "FusedOps", "PassReport", "replacing"]

@@ -30,7 +30,7 @@ OPS = (*FUSED, "element_wise_mul_add")
 
 
 @dataclass(frozen=True)
-class Report:
+class PassReport:
     """What a pass did.
 
     Attributes:
@@ -79,10 +79,10 @@ class FusedOps(CustomGraphPass):
         """For the argument `options` of `torch.compile`: holds for everything that the compiled model compiles."""
         return {"post_grad_custom_pre_pass": self}
 
-    def report(self) -> Report:
+    def report(self) -> PassReport:
         """What was replaced in the graphs that were compiled until now."""
         left = Counter((op, reason) for op, reason, _, _ in self._left)
-        return Report({op: n for op in self._ops if (n := self._replaced[op])}, dict(left), self._graphs)
+        return PassReport({op: n for op in self._ops if (n := self._replaced[op])}, dict(left), self._graphs)
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Replace the patterns of a graph."""

@@ -23,7 +23,7 @@ from nanovllm.kernels.ops.paged_kv import PagedKV
 
 
 @dataclass(frozen=True)
-class Variant:
+class FlashAttentionBuild:
     """One way to have FlashAttention."""
 
     name: str
@@ -58,20 +58,20 @@ _VLLM = "vllm.vllm_flash_attn.flash_attn_interface", ("flash_attn_varlen_func",)
 
 # In the order in which they are tried.
 VARIANTS = (
-    Variant(
+    FlashAttentionBuild(
         "FlashAttention 3 (flash_attn_interface)", "flash_attn_interface", "flash_attn_interface",
         ("flash_attn_with_kvcache",), "flash-attn-3", (9,), 1,
     ),
-    Variant("FlashAttention 3 (vLLM)", "vllm3", *_VLLM, (9,), 16),
-    Variant(
+    FlashAttentionBuild("FlashAttention 3 (vLLM)", "vllm3", *_VLLM, (9,), 16),
+    FlashAttentionBuild(
         "FlashAttention 4 (flash_attn.cute)", "flash_attn.cute", "flash_attn.cute", ("flash_attn_varlen_func",),
         "flash-attn-4", (10, 11), 128, max_head_dim=128,
     ),
-    Variant(
+    FlashAttentionBuild(
         "FlashAttention 2 (flash_attn)", "flash_attn", "flash_attn",
         ("flash_attn_varlen_func", "flash_attn_with_kvcache"), "flash-attn", (8, 9, 10, 11, 12), 256,
     ),
-    Variant("FlashAttention 2 (vLLM)", "vllm2", *_VLLM, (8, 9, 10, 11, 12), 16),
+    FlashAttentionBuild("FlashAttention 2 (vLLM)", "vllm2", *_VLLM, (8, 9, 10, 11, 12), 16),
 )  # fmt: skip
 
 
@@ -96,12 +96,12 @@ def installed() -> tuple[str, ...]:
 
 
 @cache
-def variant(device: torch.device) -> Variant | None:
+def variant(device: torch.device) -> FlashAttentionBuild | None:
     """The variant that runs on a device, or None. Imports it, and those before it that turn out to be broken."""
     return next((v for v in _made_for(device) if v.broken() is None), None)
 
 
-def _made_for(device: torch.device) -> list[Variant]:
+def _made_for(device: torch.device) -> list[FlashAttentionBuild]:
     """The variants that are installed and made for a device."""
     if device.type != "cuda":
         return []

@@ -4,8 +4,8 @@ from nanovllm.kernels.extra.attention_dense import attention_dense
 from nanovllm.kernels.extra.elementwise import element_wise_mul_add, fused_activation, fused_add_gelu
 from nanovllm.kernels.extra.gated_mlp import gated_mlp
 from nanovllm.kernels.extra.layernorm_residual_dropout_gelu import layernorm_residual_dropout_gelu
+from nanovllm.kernels.extra.layernorm_softmax import layer_norm, softmax
 from nanovllm.kernels.extra.linear_bias_act import linear_bias_act
-from nanovllm.kernels.extra.rows import layer_norm, softmax
 
 __all__ = [
     "attention_dense", "element_wise_mul_add", "fused_activation", "fused_add_gelu", "gated_mlp", "layer_norm",

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 
 from nanovllm.weights.quantization.fp8 import Fp8Storage
 from nanovllm.weights.quantization.integers import PackedIntStorage, PlainIntStorage
-from nanovllm.weights.quantization.rules import EVERY, REMEDY, Quantization, Rule, Section
+from nanovllm.weights.quantization.rules import EVERY, REMEDY, ConfigSection, Quantization, Rule
 from nanovllm.weights.quantization.storage import Storage
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
 
-def parse(section: Section) -> Quantization:
+def parse(section: ConfigSection) -> Quantization:
     """What a `quantization_config` of compressed-tensors says.
 
     Raises:
@@ -30,11 +30,11 @@ def parse(section: Section) -> Quantization:
         section.fail("quantization_status", status, "'compressed'")
     if section.get("format") == "dense":
         return Quantization("compressed-tensors", (Rule(EVERY, None),))
-    groups = Section(section.get("config_groups"), f"{section.where}.config_groups")
+    groups = ConfigSection(section.get("config_groups"), f"{section.where}.config_groups")
     named: list[Rule] = []
     rest: list[Rule] = []
     for name, group in groups.entries.items():
-        of = Section(group, f"{groups.where}.{name}")
+        of = ConfigSection(group, f"{groups.where}.{name}")
         storage = _storage(of, section)
         targets = of.patterns("targets")
         if not targets:
@@ -45,14 +45,14 @@ def parse(section: Section) -> Quantization:
     return Quantization("compressed-tensors", (Rule(section.patterns("ignore"), None), *named, *rest))
 
 
-def _storage(group: Section, config: Section) -> Storage | None:
+def _storage(group: ConfigSection, config: ConfigSection) -> Storage | None:
     """How the modules of a group are stored."""
     format = group.get("format", config.get("format"))
     if format == "dense" or group.get("weights") is None:
         return None
     if format not in _FORMATS:
         (group if group.get("format") else config).fail("format", format, ", ".join(_FORMATS))
-    weights = Section(group.get("weights"), f"{group.where}.weights")
+    weights = ConfigSection(group.get("weights"), f"{group.where}.weights")
     kind = weights.one_of("type", ("int", "float"))
     if weights.get("dynamic"):
         weights.fail("dynamic", weights.get("dynamic"), "false")
@@ -81,13 +81,13 @@ def _storage(group: Section, config: Section) -> Storage | None:
     return PlainIntStorage(bits, group_size, symmetric, strategy == "tensor")
 
 
-def _quantises_activations(group: Section) -> bool:
+def _quantises_activations(group: ConfigSection) -> bool:
     """Whether the activations of a group's modules are 8-bit floats, with scales of any kind."""
     of = group.get("input_activations")
     return isinstance(of, Mapping) and of.get("num_bits") == 8 and of.get("type", "int") == "float"
 
 
-def _block(weights: Section, strategy: str, group_size: int) -> tuple[int, int]:
+def _block(weights: ConfigSection, strategy: str, group_size: int) -> tuple[int, int]:
     if strategy == "block":
         return block_of(weights, "block_structure")
     if strategy == "group":
@@ -97,7 +97,7 @@ def _block(weights: Section, strategy: str, group_size: int) -> tuple[int, int]:
     return (0, 0) if strategy == "tensor" else (1, 0)
 
 
-def block_of(section: Section, name: str) -> tuple[int, int]:
+def block_of(section: ConfigSection, name: str) -> tuple[int, int]:
     """(rows, columns) of the blocks that an entry names."""
     block = section.get(name)
     if isinstance(block, str):

@@ -11,7 +11,7 @@ from nanovllm.weights.json_file import read_json
 from nanovllm.weights.quantization import compressed_tensors
 from nanovllm.weights.quantization.fp8 import Fp8Storage
 from nanovllm.weights.quantization.integers import AwqStorage, GptqStorage
-from nanovllm.weights.quantization.rules import EVERY, REMEDY, Quantization, Rule, Section
+from nanovllm.weights.quantization.rules import EVERY, REMEDY, ConfigSection, Quantization, Rule
 from nanovllm.wording import brief
 
 _OWN_FILES = ("quantize_config.json", "quant_config.json")
@@ -31,19 +31,19 @@ def read(config: Mapping[str, Any], directory: Path) -> Quantization | None:
     foreign = directory / "hf_quant_config.json"
     found = config.get("quantization_config")
     if found:
-        return parse(Section(found, f"{directory / 'config.json'}: quantization_config"))
+        return parse(ConfigSection(found, f"{directory / 'config.json'}: quantization_config"))
     if foreign.is_file():
-        entries = Section(read_json(foreign).get("quantization"), f"{foreign}: quantization").entries
-        return parse(Section({"quant_method": "modelopt"} | dict(entries), f"{foreign}: quantization"))
+        entries = ConfigSection(read_json(foreign).get("quantization"), f"{foreign}: quantization").entries
+        return parse(ConfigSection({"quant_method": "modelopt"} | dict(entries), f"{foreign}: quantization"))
     for name in _OWN_FILES:
         if (directory / name).is_file():
             entries = read_json(directory / name)
             method = "gptq" if name == "quantize_config.json" else "awq"
-            return parse(Section({"quant_method": method} | dict(entries), str(directory / name)))
+            return parse(ConfigSection({"quant_method": method} | dict(entries), str(directory / name)))
     return None
 
 
-def parse(section: Section) -> Quantization:
+def parse(section: ConfigSection) -> Quantization:
     """What a `quantization_config` says.
 
     Raises:
@@ -61,7 +61,7 @@ def parse(section: Section) -> Quantization:
     return parser(section)
 
 
-def _fp8(section: Section) -> Quantization:
+def _fp8(section: ConfigSection) -> Quantization:
     section.one_of("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     section.one_of("activation_scheme", ("dynamic", "static"), "dynamic")
     if section.get("weight_block_size") is None:
@@ -71,18 +71,18 @@ def _fp8(section: Section) -> Quantization:
     return Quantization("fp8", (_not_converted(section), Rule(EVERY, storage)))
 
 
-def _fbgemm(section: Section) -> Quantization:
+def _fbgemm(section: ConfigSection) -> Quantization:
     return Quantization("fbgemm_fp8", (_not_converted(section), Rule(EVERY, Fp8Storage("weight_scale", (1, 0)))))
 
 
-def _modelopt(section: Section) -> Quantization:
+def _modelopt(section: ConfigSection) -> Quantization:
     section.one_of("quant_algo", ("FP8",))
     patterns = section.patterns("ignore", "exclude_modules")
     kept = tuple(f"re:{fnmatch.translate(name)}" if "*" in name else name for name in patterns)
     return Quantization("modelopt", (Rule(kept, None), Rule(EVERY, Fp8Storage("weight_scale", (0, 0)))))
 
 
-def _awq(section: Section) -> Quantization:
+def _awq(section: ConfigSection) -> Quantization:
     version = str(section.get("version", "gemm")).lower()
     if version != "gemm":
         section.fail("version", section.get("version"), "'gemm'")
@@ -94,7 +94,7 @@ def _awq(section: Section) -> Quantization:
     return Quantization("awq", (_not_converted(section), Rule(EVERY, storage)))
 
 
-def _gptq(section: Section) -> Quantization:
+def _gptq(section: ConfigSection) -> Quantization:
     rules = [_not_converted(section)]
     form = str(section.first("checkpoint_format", "format") or "gptq").lower()
     if form not in ("gptq", "gptq_v2") or section.get("is_marlin_format"):
@@ -102,30 +102,30 @@ def _gptq(section: Section) -> Quantization:
 
     section.one_of("pack_dtype", ("int32", "torch.int32"), "int32")
 
-    def storage(of: Section) -> GptqStorage:
-        merged = Section({**section.entries, **of.entries}, of.where)
+    def storage(of: ConfigSection) -> GptqStorage:
+        merged = ConfigSection({**section.entries, **of.entries}, of.where)
         bits = merged.one_of("bits", (4, 8))
         merged.flag("sym", True)  # either way the zero points are in the file
         desc_act = merged.flag("desc_act", False)
         return GptqStorage(bits, merged.group_size("group_size"), desc_act, form == "gptq")
 
-    dynamic = Section(section.get("dynamic", {}) or {}, f"{section.where}.dynamic")
+    dynamic = ConfigSection(section.get("dynamic", {}) or {}, f"{section.where}.dynamic")
     for pattern, changes in dynamic.entries.items():
         regex = pattern[2:] if pattern[:2] in ("+:", "-:") else pattern
         dynamic.check_regex(pattern, regex)
-        changed = None if pattern.startswith("-:") else storage(Section(changes, f"{dynamic.where}[{pattern!r}]"))
+        changed = None if pattern.startswith("-:") else storage(ConfigSection(changes, f"{dynamic.where}[{pattern!r}]"))
         rules.append(Rule((f"re:{regex}",), changed))
     if not section.flag("lm_head", False):
         rules.append(Rule(("lm_head",), None))
-    return Quantization("gptq", (*rules, Rule(EVERY, storage(Section({}, section.where)))))
+    return Quantization("gptq", (*rules, Rule(EVERY, storage(ConfigSection({}, section.where)))))
 
 
-def _not_converted(section: Section) -> Rule:
+def _not_converted(section: ConfigSection) -> Rule:
     """The modules that the configuration leaves as they are."""
     return Rule(section.patterns("modules_to_not_convert", "ignored_layers"), None)
 
 
-_PARSERS: dict[str, Callable[[Section], Quantization]] = {
+_PARSERS: dict[str, Callable[[ConfigSection], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm,
     "awq": _awq,

@@ -57,7 +57,7 @@ class Quantization:
         return next((rule.storage for rule in self.rules if rule.matches(module)), None)
 
 
-class Section:
+class ConfigSection:
     """A part of a configuration, whose entries are checked as they are read. where: its name in messages."""
 
     def __init__(self, entries: Any, where: str) -> None:

@@ -81,7 +81,7 @@ def _all_gather_last_kernel(
     tl.store(turns + tl.program_id(0), 1 - turn)
 
 
-class _Places:
+class _GatherPlaces:
     """The memory that rows of n columns of one dtype are exchanged through, and whose turn each block is at."""
 
     def __init__(self, group: RankGroup, name: str, n: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class _Places:
             self.rows = 0
 
 
-def _places(x: torch.Tensor, group: RankGroup) -> _Places | None:
+def _places(x: torch.Tensor, group: RankGroup) -> _GatherPlaces | None:
     """The places for the rows of x; None: they are too many or too wide.
 
     They are made at the first call, which all ranks make at the same time, and never in a graph capture.
@@ -109,7 +109,7 @@ def _places(x: torch.Tensor, group: RankGroup) -> _Places | None:
     name = f"all_gather_last/{n}/{x.dtype}"
     places: Any = group.kept.get(name)
     if places is None:
-        places = group.kept[name] = _Places(group, name, n, x.dtype, x.device)
+        places = group.kept[name] = _GatherPlaces(group, name, n, x.dtype, x.device)
     return places if rows <= places.rows else None
 
 

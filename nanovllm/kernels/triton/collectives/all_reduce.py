@@ -86,7 +86,7 @@ def _all_reduce_kernel(
     tl.store(y + row * width + col, to_dtype(v, dtype), mask)
 
 
-class _Places:
+class _ReducePlaces:
     """The memory that rows of one width and dtype are exchanged through, and whose turn each row is at."""
 
     def __init__(self, group: RankGroup, name: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class _Places:
             self.rows = 0
 
 
-def _places(x: torch.Tensor, group: RankGroup) -> _Places | None:
+def _places(x: torch.Tensor, group: RankGroup) -> _ReducePlaces | None:
     """The places for the rows of x; None: they are too many or too wide.
 
     They are made at the first call, which all ranks make at the same time, and never in a graph capture.
@@ -110,7 +110,7 @@ def _places(x: torch.Tensor, group: RankGroup) -> _Places | None:
     name = f"all_reduce/{width}/{x.dtype}"
     places: Any = group.kept.get(name)
     if places is None:
-        places = group.kept[name] = _Places(group, name, width, x.dtype, x.device)
+        places = group.kept[name] = _ReducePlaces(group, name, width, x.dtype, x.device)
     return places if x.numel() // width <= places.rows else None
 
 
@@ -143,7 +143,7 @@ def all_reduce_add_rms_norm(
 
 def _launch(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, y: torch.Tensor,
-    total: torch.Tensor | None, places: _Places, rows: int, stride: int, residual_stride: int, eps: float,
+    total: torch.Tensor | None, places: _ReducePlaces, rows: int, stride: int, residual_stride: int, eps: float,
     group: RankGroup,
 ) -> None:  # fmt: skip
     assert places.memory is not None

@@ -14,7 +14,7 @@ from nanovllm.kernels.ops.moe_experts_fp8 import check_scales
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_products import SIXTEEN
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, next_power_of_2
-from nanovllm.kernels.triton.moe.kernels import (
+from nanovllm.kernels.triton.moe.expert_kernels import (
     block_kernel,
     fp8_block_kernel,
     pair_down_kernel,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton.launch_arguments import cdiv, next_power_of_2
+from nanovllm.kernels.triton.sampling.filter_threshold import CAPACITY, SCAN_BLOCK, resolve_kernel
 from nanovllm.kernels.triton.sampling.keys import (
     BINS,
     COUNTERS,
@@ -28,7 +29,6 @@ from nanovllm.kernels.triton.sampling.keys import (
     split,
     weight_of,
 )
-from nanovllm.kernels.triton.sampling.resolve import CAPACITY, SCAN_BLOCK, resolve_kernel
 
 _BLOCK = 1024
 _PROGRAMS = 8  # on each multiprocessor

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels.ops.sample import BLOCK, exponentials
 from nanovllm.kernels.ops.sample import sample as sample_op
 from nanovllm.kernels.triton import counters
-from nanovllm.kernels.triton.sampling import resolve
+from nanovllm.kernels.triton.sampling import filter_threshold
 from nanovllm.kernels.triton.sampling.sample import sample
 from tests.kernels.triton.common import DEVICE, graph_of
 from tests.kernels.triton.common import randn as normal
@@ -172,7 +172,7 @@ def test_no_rows():
 
 def test_every_way_to_resolve_is_among_the_cases():
     # 40, 3 and 1 levels in test_equal_logits: few candidates, some that fit into registers, and more than that.
-    assert 6000 / 40 < resolve.FEW.value < 6000 / 3 < resolve.CAPACITY < 6000
+    assert 6000 / 40 < filter_threshold.FEW.value < 6000 / 3 < filter_threshold.CAPACITY < 6000
 
 
 if DEVICE == "cuda":

@@ -23,7 +23,7 @@ _BLOCK = 256  # tokens of a block of the KV cache
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputSets:
     """Several sets of tensors of one problem, so that each call of a round finds the L2 cache without its own.
 
     Attributes:
@@ -44,7 +44,7 @@ def num_sets(bytes_of_a_set: float, l2_bytes: int) -> int:
     return max(2, math.ceil(2 * l2_bytes / bytes_of_a_set) + 1)
 
 
-def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | None = None, seed: int = 0) -> Inputs:
+def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | None = None, seed: int = 0) -> InputSets:
     """Random inputs for a problem; on the device "meta" without memory, to follow launches that do not run.
 
     Args:
@@ -68,7 +68,7 @@ def prepare(problem: Any, where: torch.device, model: DeviceModel, sets: int | N
     raise ValueError(f"problem: nanovllm has no kernel for a {type(problem).__name__}")
 
 
-def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
+def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> InputSets:
     from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan
     from nanovllm.kernels.triton.gemm.stream_kernel import stream
     from nanovllm.kernels.triton.gemm.tiled_kernel import gemm
@@ -98,10 +98,12 @@ def _gemm(p: GemmProblem, where: torch.device, model: DeviceModel, sets: int | N
         with float32_products("float32"):
             return t[0].float() @ t[1].float().T
 
-    return Inputs(tensors, run, reference, library)
+    return InputSets(tensors, run, reference, library)
 
 
-def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
+def _attention(
+    p: AttentionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any
+) -> InputSets:
     from nanovllm.kernels.ops.paged_kv import PagedKV
     from nanovllm.kernels.triton.attention.prefill import attention_prefill
     from nanovllm.kernels.triton.attention.prefill_plan import PrefillPlan
@@ -150,12 +152,12 @@ def _attention(p: AttentionProblem, where: torch.device, model: DeviceModel, set
                 out[rows, heads] = torch.einsum("hqk,kd->qhd", weights, values[:, h])
         return out
 
-    return Inputs(tensors, run, reference, None)
+    return InputSets(tensors, run, reference, None)
 
 
 def _elementwise(
     p: ElementwiseProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any
-) -> Inputs:
+) -> InputSets:
     from nanovllm.kernels.triton.rows.activation import activate_and_mul_kernel, activation_kernel
     from nanovllm.kernels.triton.rows.elementwise import _mul_add_kernel
 
@@ -186,10 +188,12 @@ def _elementwise(
         return F.silu(wide[0]) if p.inputs == 1 else F.silu(wide[0][:n]) * wide[0][n:]
 
     library = (lambda t: F.silu(t[0])) if p.inputs == 1 else None
-    return Inputs(tensors, run, reference, library)
+    return InputSets(tensors, run, reference, library)
 
 
-def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any) -> Inputs:
+def _reduction(
+    p: ReductionProblem, where: torch.device, model: DeviceModel, sets: int | None, random: Any
+) -> InputSets:
     from benchmarks.planner_proof.builtin_choice import OwnKernel
     from nanovllm.kernels.triton.rows import norm
     from nanovllm.kernels.triton.rows.pieces import norm_pieces_kernel
@@ -234,7 +238,7 @@ def _reduction(p: ReductionProblem, where: torch.device, model: DeviceModel, set
             return x.softmax(-1)
         return F.layer_norm(x, (n,), w, b, EPS) if p.kind == "layer_norm" else F.rms_norm(x, (n,), w, EPS)
 
-    return Inputs(tensors, run, lambda t: compute(tuple(x.float() for x in t)), compute)
+    return InputSets(tensors, run, lambda t: compute(tuple(x.float() for x in t)), compute)
 
 
 _MAKERS: dict[type, Any] = {

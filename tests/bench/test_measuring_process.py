@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM
-from nanovllm.bench import worker
+from nanovllm.bench import measuring_process
 from nanovllm.bench.engines.common import EngineError
 from nanovllm.bench.engines.nanovllm import NanovllmEngine
 from nanovllm.bench.job import Job, RequestTimes, Run
@@ -51,7 +51,7 @@ def rows_of(*engines, job=JOB):
 
     def launch(job, emit):
         engine = left.pop(0)
-        worker.measure(job, lambda job: engine, emit, clock=lambda: engine.seconds * len(engine.runs))
+        measuring_process.measure(job, lambda job: engine, emit, clock=lambda: engine.seconds * len(engine.runs))
 
     measure_rows(launch, job, rows.append, lambda kind, content: None)
     assert not left
@@ -100,15 +100,17 @@ def test_an_engines_own_warm_up():
 @pytest.mark.parametrize("name, expected", [("auto", 2), ("fp8", 1), ("fp8_e4m3", 1), ("fp16", 2), ("fp32", 4)])
 def test_bytes_of_the_cache_by_its_dtype(name, expected):
     job = dataclasses.replace(JOB, options={"kv_cache_dtype": name})
-    assert worker.model_shape(job, CONFIG, "bfloat16").token_kv_bytes == 2 * 2 * 4 * expected
+    assert measuring_process.model_shape(job, CONFIG, "bfloat16").token_kv_bytes == 2 * 2 * 4 * expected
 
 
 def test_bytes_of_weights_that_are_quantised_while_they_are_loaded():
     """The layers' matrices are; the head is not."""
-    plain = worker.model_shape(JOB, CONFIG, "bfloat16")
+    plain = measuring_process.model_shape(JOB, CONFIG, "bfloat16")
     layers, head = CONFIG.num_hidden_layers * plain.layer_parameters, 9 * 8
     for form, bits in {"fp8": 8.002, "int8": 8.125, "int4": 4.125}.items():
-        shape = worker.model_shape(dataclasses.replace(JOB, options={"quantization": form}), CONFIG, "bfloat16")
+        shape = measuring_process.model_shape(
+            dataclasses.replace(JOB, options={"quantization": form}), CONFIG, "bfloat16"
+        )
         assert shape.step_bytes == pytest.approx(layers * bits / 8 + head * 2, rel=0.02)
 
 
@@ -128,7 +130,7 @@ def test_rates_are_a_job_that_loads_nothing():
 )
 def test_rates_are_measured_in_the_dtypes_that_the_model_may_have(config, options, dtypes):
     job = dataclasses.replace(JOB, config=config, options={"device": "cpu", **options})
-    assert set(worker.dtypes_of(job)) == dtypes
+    assert set(measuring_process.dtypes_of(job)) == dtypes
 
 
 @pytest.mark.parametrize(
@@ -150,12 +152,12 @@ def test_the_rate_of_8_bit_floats_is_measured_where_it_may_be_used(monkeypatch, 
     job = dataclasses.replace(JOB, config=config, options={"device": "cuda", **options})
     for capability, has in (((9, 0), measured), ((8, 9), measured), ((8, 0), False)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert ("float8" in worker.dtypes_of(job)) is has
-        assert {"bfloat16", "float16", "float32"} <= set(worker.dtypes_of(job))
+        assert ("float8" in measuring_process.dtypes_of(job)) is has
+        assert {"bfloat16", "float16", "float32"} <= set(measuring_process.dtypes_of(job))
 
 
 def test_an_engine_tells_what_it_multiplies_with_quantised_activations():
-    engine, shape = FakeEngine(), worker.model_shape(JOB, CONFIG, "float32")
+    engine, shape = FakeEngine(), measuring_process.model_shape(JOB, CONFIG, "float32")
     engine.quantised_weights = lambda num_tokens: shape.token_parameters if num_tokens > 4 else 0
     long = Workload("long", 2, 5, 2)
     few, many = rows_of(engine, job=dataclasses.replace(JOB, workloads=(THREE, long)))
@@ -183,7 +185,7 @@ def test_weights_count_as_many_bytes_as_are_read(read, quantised):
     plain, (row,) = FakeEngine(), rows_of(engine, job=dataclasses.replace(JOB, workloads=(THREE,)))
     (usual,) = rows_of(plain, job=dataclasses.replace(JOB, workloads=(THREE,)))
     assert row.about.get("quantised") is quantised
-    shape = worker.model_shape(JOB, CONFIG, "float32")
+    shape = measuring_process.model_shape(JOB, CONFIG, "float32")
     steps = 2
     more = steps * (dataclasses.replace(shape, weight_bytes=read or 4).step_bytes - shape.step_bytes)
     assert row.repeats[0].bytes == usual.repeats[0].bytes + more

@@ -20,7 +20,7 @@ from nanovllm.arguments import full_dtype
 from nanovllm.bench.engines import start
 from nanovllm.bench.engines.common import Engine, EngineError
 from nanovllm.bench.foreign_load import ForeignLoad
-from nanovllm.bench.job import Emit, Job, Repeat, Row, stopped
+from nanovllm.bench.job import Emit, Job, Repeat, ResultRow, stopped
 from nanovllm.bench.workload_cost import ModelShape, workload_work
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware.measured_rates import Rates, rates
@@ -138,7 +138,7 @@ def measure(
 
 
 def measure_workload(
-    job: Job, workload: Workload, engine: Engine, row: Row, clock: Callable[[], float] = time.perf_counter
+    job: Job, workload: Workload, engine: Engine, row: ResultRow, clock: Callable[[], float] = time.perf_counter
 ) -> None:
     """Warm up, then the repeats.
 
@@ -223,8 +223,8 @@ def find_ops(job: Job, llm_class: Any) -> dict[str, str]:
     return {call.op: call.provider for call in instrument.costs if call.registered}
 
 
-def _row(job: Job, workload: Workload, error: str | None = None, about: dict[str, Any] | None = None) -> Row:
-    return Row(
+def _row(job: Job, workload: Workload, error: str | None = None, about: dict[str, Any] | None = None) -> ResultRow:
+    return ResultRow(
         job.engine, job.variant, job.model, workload.name, workload.description, error, about=about or {},
         open_loop=workload.rate is not None,
     )  # fmt: skip

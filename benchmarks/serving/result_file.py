@@ -19,7 +19,7 @@ Row = dict[str, Any]
 seconds, with "median" and "p99"."""
 
 
-class Rows:
+class ResultFile:
     """Rows, and the file that has all of them after each `add`; None: no file."""
 
     def __init__(self, path: Path | None, arguments: Row) -> None:
@@ -29,7 +29,7 @@ class Rows:
         self._write()
 
     @classmethod
-    def read(cls, path: Path) -> Rows:
+    def read(cls, path: Path) -> ResultFile:
         data = json.loads(path.read_text())
         found = cls(None, data.get("arguments", {}))
         found.rows = data["rows"]
@@ -88,16 +88,16 @@ def _ms(rows: Sequence[Row], name: str, key: str) -> str:
     return f"{1e3 * statistics.median(values):.1f}" if values else "-"
 
 
-def tables(found: Rows) -> str:
+def tables(found: ResultFile) -> str:
     """All rows: medians over the rounds, side by side."""
     return "\n".join([*_std(found), *_structured(found), *_streams(found), *_errors(found)])
 
 
-def _loads(found: Rows, part: str) -> list[str]:
+def _loads(found: ResultFile, part: str) -> list[str]:
     return list(dict.fromkeys(row["load"] for row in found.rows if row["part"] == part and row["load"]))
 
 
-def _std(found: Rows) -> list[str]:
+def _std(found: ResultFile) -> list[str]:
     lines = []
     for load in _loads(found, "std256"):
         offline, http = (_rate(found.find("std256", side, load)) for side in (OFFLINE, OURS))
@@ -107,7 +107,7 @@ def _std(found: Rows) -> list[str]:
     return lines
 
 
-def _structured(found: Rows) -> list[str]:
+def _structured(found: ResultFile) -> list[str]:
     rates = {load: _rate(found.find("structured", OURS, load)) for load in _loads(found, "structured")}
     known = [(load, rate) for load, rate in rates.items() if rate]
     if len(known) < 2:
@@ -116,7 +116,7 @@ def _structured(found: Rows) -> list[str]:
     return [f"{load}: {rate:,.0f} tokens/s, {100 * (rate / free - 1):+.1f} %" for load, rate in known]
 
 
-def _streams(found: Rows) -> list[str]:
+def _streams(found: ResultFile) -> list[str]:
     peers = dict.fromkeys(row["side"] for row in found.rows if row["part"] == "streams" and row["side"] != OURS)
     lines: list[str] = []
     for peer in peers or ["-"]:
@@ -138,5 +138,5 @@ def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _errors(found: Rows) -> list[str]:
+def _errors(found: ResultFile) -> list[str]:
     return [f"{row['part']}, {row['side']}, {row['load']}: {row['error']}" for row in found.rows if row.get("error")]

@@ -135,7 +135,7 @@ class GpuTimer:
         """{"seconds": {index: seconds}, ...}. own: the index of a plan that is timed again in any case."""
         import torch
 
-        from benchmarks.planner_proof.inputs import prepare
+        from benchmarks.planner_proof.input_sets import prepare
 
         where = torch.device("cuda", torch.cuda.current_device())
         with torch.cuda.stream(self._bench.stream):
