@@ -79,6 +79,16 @@ class ArgumentCheck:
                 expected = "a number, at least 0" if name == "eps" else "a number"
                 raise ValueError(f"{self._op}: {name}: expected {expected}, not {_describe(value)}")
 
+    @property
+    def patterns_lead(self) -> bool:
+        """Whether a pattern begins with "...": a tensor with any number of leading dimensions."""
+        return any(dims[:1] == ["..."] for alternatives in self._parsed.values() for _, dims in alternatives)
+
+    def leads(self, name: str, value: Any) -> bool:
+        """Whether an argument is a tensor with at least one dimension that "..." stands for."""
+        shortest = [len(dims) for _, dims in self._parsed.get(name, ()) if dims[:1] == ["..."]]
+        return bool(shortest) and isinstance(value, torch.Tensor) and value.dim() >= min(shortest)
+
     def leading_float(self, arguments: Mapping[str, Any]) -> tuple[str, torch.dtype] | None:
         """The first tensor whose pattern says no dtype, and its dtype, which a call computes in."""
         for name, alternatives in self._parsed.items():

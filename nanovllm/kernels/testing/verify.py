@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,7 +13,7 @@ from typing import Any
 import torch
 
 from nanovllm.kernels.op.dispatch import Op
-from nanovllm.kernels.op.inputs import Arguments, Shape, Tensors, copy_of
+from nanovllm.kernels.op.inputs import Arguments, Inputs, Shape, Tensors, copy_of, written
 from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.testing.crash_report import what_failed
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
@@ -23,7 +25,12 @@ _FEW, _ROW, _LARGE = 8, 16, 3.0
 
 @dataclass(frozen=True)
 class Case:
-    """One call: its shape, dtype, and how its numbers are drawn and laid out (`strided`, `apart`: as in `Tensors`)."""
+    """One call: its shape, dtype, and how its numbers are drawn and laid out (`strided`, `apart`: as in `Tensors`).
+
+    Attributes:
+        leading: of tensors whose pattern begins with "...", the dimensions in place of the first, whose product is the
+            first number of the shape; () takes that dimension away. None: the op's inputs as they are made.
+    """
 
     shape: Shape
     dtype: torch.dtype
@@ -32,19 +39,38 @@ class Case:
     strided: bool = False
     apart: bool = False
     seed: int = 0
+    leading: Shape | None = None
 
     def __str__(self) -> str:
-        words = ["x".join(map(str, self.shape)), str(self.dtype).removeprefix("torch.")]
+        words = [written(self.shape), str(self.dtype).removeprefix("torch.")]
         words += [f"{k}={v}" for k, v in self.variant.items()]
         words += [f"scale {self.scale:g}"] if self.scale != 1 else []
         words += ["elements apart" if self.apart else "strided"] if self.strided else []
+        if self.leading is not None:
+            first = self.shape[0]
+            words += [f"with {first} as {written(self.leading)}" if self.leading else f"without the {first}"]
         return " ".join(words)
 
     def arguments(self, declared: Op, device: torch.device) -> Arguments:
         """New tensors for the call, by argument name."""
         assert declared.inputs is not None
         tensors = Tensors(self.dtype, device, self.seed, self.scale, self.strided, self.apart)
-        return declared.inputs(tensors, self.shape, self.variant)
+        made = declared.inputs(tensors, self.shape, self.variant)
+        if self.leading is None:
+            return made
+        return {name: self._led(value) if declared.check.leads(name, value) else value for name, value in made.items()}
+
+    def _led(self, x: torch.Tensor) -> torch.Tensor:
+        """x with the dimensions `leading` in place of its first. In a strided case they lie in the opposite order in
+        memory, so that the rows have no common stride.
+        """
+        assert self.leading is not None
+        if x.shape[0] != math.prod(self.leading):
+            return x
+        if not self.strided:
+            return x.view(*self.leading, *x.shape[1:])
+        n = len(self.leading)
+        return x.view(*self.leading[::-1], *x.shape[1:]).permute(*reversed(range(n)), *range(n, n + x.dim() - 1))
 
 
 @dataclass(frozen=True)
@@ -69,11 +95,14 @@ def cases(declared: Op, full: bool, seed: int = 0, quick: bool = False) -> Itera
     inputs = declared.inputs
     if inputs is None:
         return
+    leads = declared.check.patterns_lead
     if quick:
+        turns = min(3, len(inputs.dtypes) * len(inputs.small))
         for j, dtype in enumerate(inputs.dtypes):
             for i, shape in enumerate(inputs.small):
                 variant = inputs.variants[(i + j) % len(inputs.variants)]
-                yield Case(shape, dtype, variant, strided=(i + j) % 2 == 1, seed=seed)
+                case = Case(shape, dtype, variant, strided=(i + j) % 2 == 1, seed=seed)
+                yield _led(case, inputs) if leads and (i + j + 1) % turns == 0 else case
         return
     shapes = [*inputs.small, *((*inputs.decode, *inputs.large) if full else ())]
     for dtype in inputs.dtypes:
@@ -86,9 +115,22 @@ def cases(declared: Op, full: bool, seed: int = 0, quick: bool = False) -> Itera
                 yield Case(shape, dtype, variant, strided=True, seed=seed + 1)
                 if dtype == inputs.dtypes[i % len(inputs.dtypes)]:
                     yield Case(shape, dtype, variant, strided=True, apart=True, seed=seed + 1)
+                if leads and dtype == inputs.dtypes[(i + 1) % len(inputs.dtypes)]:
+                    led = _led(Case(shape, dtype, variant, strided=i % 2 == 0, seed=seed + 3), inputs)
+                    yield from [led] if led.leading is not None else []
                 for scale in inputs.scales:
                     if scale != 1:
                         yield Case(shape, dtype, variant, scale=scale, seed=seed + 2)
+
+
+def _led(case: Case, inputs: Inputs) -> Case:
+    """The case with other leading dimensions: none in place of one row, else 2 x 3; as it is if it has no row."""
+    shape = (6, *case.shape[1:])
+    if not case.shape or not case.shape[0]:
+        return case
+    if case.shape[0] == 1:
+        return dataclasses.replace(case, leading=())
+    return case if inputs.wrong_with(shape) else dataclasses.replace(case, shape=shape, leading=(2, 3))
 
 
 def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
@@ -205,7 +247,8 @@ def _describe_worst(what: str, error: torch.Tensor, got: torch.Tensor, want: tor
     at = tuple(int(n) for n in torch.unravel_index(error.argmax(), error.shape))
     wrong = int((error > 1).sum())
     if error.dim() < want.dim():
-        return f"{what} {list(at)}; {wrong} of {error.numel()} rows {are(wrong)} wrong"
+        row = f"{what} {list(at)}" if at else what.removesuffix(" in row")
+        return f"{row}; {wrong} of {error.numel()} rows {are(wrong)} wrong"
     counts = f"{wrong} of {error.numel()} elements {are(wrong)} wrong"
     return f"{what} {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {counts}"
 

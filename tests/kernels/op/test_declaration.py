@@ -8,7 +8,7 @@ import torch
 from nanovllm import kernels
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.inputs import Cost
-from nanovllm.kernels.testing.verify import Case
+from nanovllm.kernels.testing.verify import Case, cases
 
 CPU = torch.device("cpu")
 OPS = [o for o in all_ops().values() if o.native.__module__.startswith("nanovllm.") and o.exported]
@@ -32,6 +32,15 @@ def test_an_op_declares_all_of_itself(declared):
     tensors = [n for n, p in declared.records.flat.parameters.items() if "Tensor" in str(p.annotation)]
     assert set(declared.check.patterns) == set(tensors), "a pattern for every tensor"
     assert set(declared.mutates) | set(declared.reuses) <= set(tensors)
+
+
+@pytest.mark.parametrize("declared", OPS, ids=lambda o: o.name)
+def test_other_leading_dimensions_fit_its_patterns(declared):
+    for case in (case for case in cases(declared, full=False) if case.leading is not None):
+        arguments = case.arguments(declared, CPU)
+        declared.check(declared.records.flat.bind(**arguments).arguments)
+        led = [name for name, pattern in declared.arguments.items() if pattern.startswith("[...") and name in arguments]
+        assert led and all(arguments[name].shape[: len(case.leading)] == case.leading for name in led)
 
 
 @pytest.mark.parametrize("declared", OPS, ids=lambda o: o.name)

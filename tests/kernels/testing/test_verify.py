@@ -1,6 +1,7 @@
 """The harness that verifies providers: it must find what is wrong, and every provider here must pass."""
 
 import ctypes
+import dataclasses
 import math
 import re
 
@@ -32,7 +33,7 @@ def failures(fn, op=None):
 
 def test_what_is_right_passes_within_the_tolerance():
     verdicts = verify_op(declared(), Provider("it", lambda x: x + x), CPU)
-    assert len(verdicts) == 3 * (3 * 4 + 1) and not [v for v in verdicts if v.failure or v.skipped]
+    assert len(verdicts) == 3 * (3 * 4 + 1) + 2 and not [v for v in verdicts if v.failure or v.skipped]
     assert max(v.error for v in verdicts) < 0.2
 
 
@@ -86,7 +87,8 @@ def test_a_row_of_one_element_is_looked_at(cancels):
 
     # Less than a rounding of the largest, and most of the smallest.
     assert bool(failures(lambda x: 2 * x + 4e-6, op)) != cancels
-    assert len(failures(lambda x: -2 * x, op)) == len(failures(torch.zeros_like, op)) == 3 * 2 + 1  # dtypes, layouts
+    # Dtypes, layouts; one with two leading dimensions.
+    assert len(failures(lambda x: -2 * x, op)) == len(failures(torch.zeros_like, op)) == 3 * 2 + 2
 
 
 def test_unwritten_memory_fails():
@@ -185,6 +187,58 @@ def test_cases_cover_dtypes_layouts_magnitudes_and_shapes():
     assert {(c.strided, c.apart) for c in few} == {(False, False), (True, False), (True, True)}
     assert {c.scale for c in few} == {1.0, 1e-3, 50.0}
     assert {c.shape for c in many} - {c.shape for c in few} == {(9, 64)}
+
+
+def test_a_provider_that_flattens_leading_dimensions_fails():
+    """In every op whose declaration has such, also if few cases are wanted."""
+    assert failures(lambda x: (2 * x).reshape(-1, x.shape[-1])) == [
+        "1x1 bfloat16 strided without the 1: the result has shape [1, 1] instead of [1]",
+        "6x40 float16 with 6 as 2x3: the result has shape [6, 40] instead of [2, 3, 40]",
+    ]
+    for op in (o for o in all_ops().values() if o.inputs and any("..." in p for p in o.check.patterns.values())):
+        for quick in (False, True):
+            led = {case.leading for case in cases(op, full=False, quick=quick) if case.leading is not None}
+            assert led == {(), (2, 3)}, op.name
+
+
+def test_leading_dimensions_have_every_number_once():
+    """Of a strided case in another order in memory, so that no matrix has the rows."""
+    op = declared()
+    for strided in (False, True):
+        case = Case((6, 5), torch.float32, strided=strided, leading=(2, 3))
+        x = case.arguments(op, CPU)["x"]
+        plain = dataclasses.replace(case, leading=None).arguments(op, CPU)["x"]
+        assert x.shape == (2, 3, 5) and (x.stride(0) == 3 * x.stride(1)) != strided
+        assert torch.equal(x.transpose(0, 1) if strided else x, plain.view((3, 2, 5) if strided else (2, 3, 5)))
+    (one,) = Case((1, 5), torch.float32, leading=()).arguments(op, CPU).values()
+    assert one.shape == (5,)
+
+
+@pytest.mark.parametrize(
+    "fn, wrong",
+    [
+        (lambda x: x * 2.06, "the root of the mean square of the result's errors; 1 of 1 rows is wrong"),
+        (lambda x: torch.cat((2 * x[..., :-1], 9 * x[..., -1:]), -1), "the result at [49] is "),
+    ],
+)
+def test_what_is_wrong_with_a_single_dimension_is_said(fn, wrong):
+    inputs = Inputs(lambda t, rows, size: {"x": t.normal(rows, size)}, small=[(1, 50)], dtypes=[torch.bfloat16])
+    (of_one,) = [f for f in failures(fn, declared(inputs=inputs)) if "without the 1" in f]
+    assert wrong in of_one
+
+
+def test_inputs_without_rows_have_no_other_leading_dimensions():
+    flat = Inputs(lambda t, n: {"x": t.normal(n)}, small=[(5,), (0,)])
+    assert not failures(double, declared(inputs=flat))
+
+    def needs(numbers):
+        return None if numbers["rows"] == 4 else "4 ROWS"
+
+    four = Inputs(lambda t, rows, size: {"x": t.normal(rows, size)}, small=[(4, 8)], needs=needs)
+    assert {case.shape for case in cases(declared(inputs=four), full=False)} == {(4, 8)}
+    assert not failures(double, declared(inputs=four))
+    nothing = Inputs(lambda t: {"x": t.normal(2, 3)}, small=[()])
+    assert not failures(double, declared(inputs=nothing))
 
 
 PAIRS = [(o, p) for o in all_ops().values() for p in o.providers.values() if o.inputs and o.inputs.decode]
