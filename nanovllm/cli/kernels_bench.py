@@ -53,7 +53,7 @@ def bench(
     table = None if json_file == STDOUT or wide else _BenchTable(where)
     stopped = False
     try:
-        for declared in common.with_provider(common.matching(ops, op), provider):
+        for declared in common.with_provider(common.matching(ops, op), provider, origins):
             if declared.inputs is None or declared.cost is None:
                 skipped.append(f"{declared.name}: it declares no inputs or no cost")
                 print(f"{skipped[-1]}: not timed", file=sys.stderr)

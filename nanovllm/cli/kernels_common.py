@@ -67,16 +67,36 @@ def matching(ops: dict[str, Op], name: str | None) -> list[Op]:
     return [ops[name]] if name in ops else [o for n, o in ops.items() if n.startswith(name)] or [only(ops, name)]
 
 
-def with_provider(ops: list[Op], providers: list[str] | None) -> list[Op]:
-    """The ops that have one of the providers; a ValueError if no op has a provider of that name."""
+def with_provider(ops: list[Op], providers: list[str] | None, origins: Iterable[str]) -> list[Op]:
+    """The ops that have one of the providers.
+
+    Args:
+        origins: of the plugins that were named.
+
+    Raises:
+        ValueError: no op has a provider of that name. The message says what the plugins have in its place.
+    """
+    from nanovllm.arguments import did_you_mean
     from nanovllm.kernels.op.priority import yours
 
     known = sorted({name for declared in ops for name in declared.providers})
     for name in providers or ():
         if name not in known:
-            remedy = yours(name, known, "--kernel-plugin FILE")
+            has = [_what_it_has(origin, name) for origin in origins]
+            remedy = " ".join(filter(None, (did_you_mean(name, known), "; ".join(has))))
+            remedy = remedy if has else yours(name, known, "--kernel-plugin FILE")
             raise ValueError(f"--provider {name}: expected one of {', '.join(known)}; {remedy}")
     return [o for o in ops if not providers or set(providers) & set(o.providers)]
+
+
+def _what_it_has(plugin: str, wanted: str) -> str:
+    """The providers of a plugin, which has none of the name that is wanted."""
+    from nanovllm.kernels.op.plugin_use import registered_by
+    from nanovllm.kernels.op.provider import NATIVE
+
+    has = ", ".join(f"{p.name!r} of {o.name}" for o, p in registered_by(plugin) if p.name != NATIVE)
+    register = f"registers no provider; write @OP.provider({wanted!r}) above your function"
+    return f"plugin {plugin} " + (f"has {has}" if has else register)
 
 
 def nothing_done(what: str, reasons: Iterable[str], remedy: bool = True) -> ValueError:

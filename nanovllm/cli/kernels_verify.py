@@ -64,11 +64,11 @@ def _verify(
     op: str | None, provider: list[str] | None, plugins: list[str] | None, seed: int | None, quick: bool, jobs: int,
     timeout: float, device: str, json_file: str | None,
 ) -> None:  # fmt: skip
-    where, ops, _ = common.prepare(device, plugins)
+    where, ops, origins = common.prepare(device, plugins)
     from nanovllm.kernels.testing.verify_jobs import Setting
 
     rows: list[dict[str, Any]] = []
-    for declared in common.with_provider(common.matching(ops, op), provider):
+    for declared in common.with_provider(common.matching(ops, op), provider, origins):
         if declared.inputs is None:
             rows.append({"op": declared.name, "provider": "", "reason": "declares no inputs"})
             continue

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.arguments import did_you_mean
 from nanovllm.kernels.op import torch_library
 from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.provider import NATIVE, Provider, bind
@@ -35,7 +36,8 @@ class Op(OpDeclaration):
     def use(self, name: str) -> Iterator[None]:
         """Within the block, calls of this op run the provider `name`, in this thread or task."""
         if name not in self.providers:
-            raise ValueError(f"op {self.name!r} has no provider {name!r}; it has {', '.join(self.providers)}")
+            remedy = did_you_mean(str(name), self.providers) or f"register one with @{self.name}.provider({name!r})"
+            raise ValueError(f"op {self.name!r} has no provider {name!r}; it has {', '.join(self.providers)}; {remedy}")
         token = self._forced.set(name)
         try:
             yield

@@ -229,4 +229,30 @@ def test_a_provider_that_nobody_has_is_not_verified_as_right(plugin, monkeypatch
     assert said.endswith("; a provider of yours needs --kernel-plugin FILE")
     path = plugin(PROVIDER.format(name="mine"))
     done = cli("verify", "softmax", "--device", "cpu", "--provider", "mien", "--kernel-plugin", path, fails=True)
-    assert str(done.exception).endswith("did you mean 'mine'? A provider of yours needs --kernel-plugin FILE")
+    assert str(done.exception).endswith(f"did you mean 'mine'? plugin {path} has 'mine' of softmax")
+    for command in ("verify", "bench"):  # a plugin with providers of another op alone, and one with none at all
+        options = (command, "rms_norm", "--device", "cpu", "--provider", "own", "--kernel-plugin")
+        said = str(cli(*options, path, fails=True).exception)
+        assert said.startswith("--provider own: expected one of native") and said.endswith(
+            f"; plugin {path} has 'mine' of softmax"
+        )
+        empty = plugin("x = 1", "empty.py")
+        said = str(cli(*options, empty, fails=True).exception)
+        assert said.endswith(f"; plugin {empty} registers no provider; write @OP.provider('own') above your function")
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [
+        ("mien", "did you mean 'mine'?"),
+        ("tritno", "did you mean 'triton'?"),
+        ("own", "register one with @softmax.provider('own')"),
+        (3, "register one with @softmax.provider(3)"),
+    ],
+)
+def test_a_provider_that_an_op_lacks_is_answered_by_use(plugin, name, remedy):
+    load_plugins([plugin(PROVIDER.format(name="mine"))])
+    with pytest.raises(ValueError) as error, all_ops()["softmax"].use(name):
+        pass
+    assert str(error.value).startswith(f"op 'softmax' has no provider {name!r}; it has native, triton, ")
+    assert str(error.value).endswith(f"mine; {remedy}")
