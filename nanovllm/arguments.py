@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from nanovllm.field_docs import DocWithFields
@@ -23,6 +24,21 @@ logger = logging.getLogger(__name__)
 def full_dtype(name: str) -> str:
     """A dtype's name as torch has it: "bf16" -> "bfloat16"; any other name as it is."""
     return SHORT_DTYPES.get(name, name)
+
+
+def whole_number(text: str) -> int:
+    """A number as users write it, with the suffixes of vLLM: 8k is 8,000, 8K is 8,192, 25.6k is 25,600; also m and M.
+
+    Raises:
+        ValueError: it is none; the message has no name in front.
+    """
+    found = re.fullmatch(r"\s*([+-]?[0-9]+)(\.[0-9]+)?([kKmM]?)\s*", text)
+    if found is None or (found[2] and found[3] not in ("k", "m")):
+        wrong = "no decimals before K and M" if found and found[3] else "expected a whole number"
+        raise ValueError(f"{wrong}; write such as 8192, 8K (8192), 8k (8000)")
+    number, decimals, suffix = found.groups()
+    factor = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}[suffix]
+    return int(number) * factor if decimals is None else int(Decimal(number + decimals) * factor)
 
 
 def with_option(message: str, options: Mapping[str, str], without_default: Collection[str] = ()) -> str:

@@ -21,6 +21,8 @@ QUANTIZATION = (
     *ONLINE_QUANTIZATION, "gguf", "fbgemm_fp8", "modelopt", "awq", "awq_marlin", "gptq", "gptq_marlin",
     "compressed-tensors",
 )  # fmt: skip
+AUTO = -1
+"""`max_model_len`: the most that the model and the KV cache allow."""
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3", "bfloat16", "bf16", "float16", "fp16", "float32", "fp32")
 
 
@@ -61,8 +63,9 @@ class EngineConfig:
     made for it and with `quantization="fp8"` (docs/models.md). False: weights alone."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
-    max_model_len: int = 4096
-    """Longest prompt plus output, in tokens; lowered to what the model and the KV cache allow."""
+    max_model_len: int | str = 4096
+    """Longest prompt plus output, in tokens; lowered to what the model and the KV cache allow. "auto" or -1: the most
+    that these allow."""
     max_num_seqs: int = 512
     """Most sequences that run in one step."""
     max_num_batched_tokens: int | None = None
@@ -141,6 +144,7 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "dtype": _normal_dtype,
     "kv_cache_dtype": _normal_dtype,
     "quantization": lambda value: value.lower() if isinstance(value, str) else value,  # GGUF writes Q4_K_M
+    "max_model_len": lambda value: AUTO if isinstance(value, str) and value == "auto" else value,
     # nano-vLLM spells "decide for me" as -1.
     "num_kvcache_blocks": lambda value: None if isinstance(value, int) and value == -1 else value,
 }
@@ -201,7 +205,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "async_scheduling": _flag("to decide from the device"),
     "use_custom_kernels": _flag("for what the model's config.json says"),
     "max_model_len": (
-        _is_int, "must be a positive integer; a large one is lowered to what the model and the memory allow",
+        lambda value: _is_int(value) or _is_int(value, AUTO, AUTO + 1),
+        "must be a positive integer, which is lowered to what the model and the memory allow, or 'auto' for the most",
     ),
     "max_num_seqs": _COUNT,
     "max_num_batched_tokens": _COUNT_OR_NONE,

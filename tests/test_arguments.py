@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanovllm.arguments import name_options, with_option
+from nanovllm.arguments import name_options, whole_number, with_option
 
 OPTIONS = {"max_model_len": "--max-model-len", "kernel_plugin": "--kernel-plugin", "seed": "--seed", "dtype": "--dtype"}
 
@@ -35,3 +35,25 @@ def test_an_error_that_is_not_one_text_stays_as_it_is():
     error = FileNotFoundError(2, "dtype: x")
     name_options(error, OPTIONS)
     assert error.args == (2, "dtype: x")
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("8192", 8192), ("8k", 8000), ("8K", 8192), (" 1m ", 10**6), ("2M", 2 << 20), ("25.6k", 25600), ("0.001k", 1),
+        ("-1", -1), ("+3", 3), ("1.1m", 1_100_000), ("0", 0), ("4.35k", 4350),
+    ],
+)  # fmt: skip
+def test_a_number_may_have_a_suffix(text, number):
+    assert whole_number(text) == number
+
+
+@pytest.mark.parametrize("text", ["", "k", "8x", "8kk", "8 k", "1e4", "8.5", "8_000", "8g", "٨", "auto", "0x10"])
+def test_what_is_no_number_is_said(text):
+    with pytest.raises(ValueError, match=r"^expected a whole number; write such as 8192, 8K \(8192\), 8k \(8000\)$"):
+        whole_number(text)
+
+
+def test_a_binary_suffix_has_no_decimals():
+    with pytest.raises(ValueError, match="^no decimals before K and M; write such as"):
+        whole_number("25.6K")

@@ -33,6 +33,9 @@ def parsed(line: str) -> dict:
         ("--disable-access-log-for-endpoints /health MODEL", {"positional": "MODEL"}, "has no effect: requests"),
         ("-pp 1 --no-enforce-eager", {}, "--pipeline-parallel-size has no effect"),
         ("--max_model_len 300 --served_model_name=x_y", {"max_model_len": 300, "served_model_name": ["x_y"]}, ""),
+        ("--max-model-len 8k --max-num-batched-tokens=2K", {"max_model_len": 8000, "max_num_batched_tokens": 2048}, ""),
+        ("--max-model-len auto MODEL", {"positional": "MODEL", "max_model_len": -1}, ""),
+        ("--max-model-len -1", {"max_model_len": -1}, ""),
         ("-m x.gguf -fa on --no-mmap --jinja", {"model": "x.gguf"}, "--no-mmap has no effect: the engine decides"),
         ("-- --swap-space", {"positional": "--swap-space"}, ""),
         (
@@ -135,7 +138,9 @@ def test_an_option_that_the_command_has_is_not_said_to_be_lacking(command):
     result = CliRunner().invoke(app, [command, "--no-max-model-len"])
     assert result.exit_code == 2 and "No such option: --no-max-model-len" in result.output
     result = CliRunner().invoke(app, [command, "--max_model_len=x"])
-    assert result.exit_code == 2 and "--max-model-len" in result.output
+    assert result.exit_code == 2 and "'--max-model-len': 'x': expected a whole number; write such as" in result.output
+    result = CliRunner().invoke(app, [command, "--max-model-len", "25.6K"])
+    assert result.exit_code == 2 and "'25.6K': no decimals before K and M" in result.output
 
 
 def test_generate_and_chat_know_them_too():

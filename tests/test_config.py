@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.config import EngineConfig
+from nanovllm.config import AUTO, EngineConfig
 
 
 def test_arguments_of_nano_vllm_are_taken():
@@ -25,6 +25,11 @@ def test_is_never_mutated():
         config.seed = 1
 
 
+@pytest.mark.parametrize("given", ["auto", -1])
+def test_the_most_that_fits_has_two_forms(given):
+    assert EngineConfig("some/model", max_model_len=given).max_model_len == AUTO == -1
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -32,9 +37,12 @@ def test_is_never_mutated():
         (dict(load_format="pickle"), "load_format='pickle': must be one of auto, safetensors, gguf, dummy"),
         (dict(dtype="int8"), "dtype='int8': must be one of auto, float32, float16, bfloat16"),
         (
-            dict(max_model_len=-1),
-            "max_model_len=-1: must be a positive integer; a large one is lowered to what the model",
+            dict(max_model_len=-2),
+            "max_model_len=-2: must be a positive integer, which is lowered to what the model and the memory allow, or",
         ),
+        (dict(max_model_len="8k"), "max_model_len='8k': must be a positive integer, which is lowered"),
+        (dict(max_model_len=""), "max_model_len='': must be a positive integer"),
+        (dict(max_model_len=True), "max_model_len=True: must be a positive integer"),
         (dict(max_num_seqs=2.0), "max_num_seqs=2.0"),
         (dict(max_num_seqs=-1), "max_num_seqs=-1"),
         (dict(max_num_batched_tokens=0), "max_num_batched_tokens=0"),

@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from nanovllm.cli.command_group import CommandGroup, errors_of_usage_folded
 from nanovllm.cli.foreign_options import EngineCommand
+from nanovllm.cli.number_options import MaxModelLen
 from nanovllm.cli.option_records import takes_records
 from nanovllm.console import INTERRUPTED, StatusLine, run_program, say, show_warnings
 from nanovllm.garbage_collector import collector_off
@@ -157,7 +158,7 @@ class _Engine:
     ] = None
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto"
     dtype: Annotated[str, typer.Option(help="Weights and activations: auto, bfloat16, float16, float32.")] = "auto"
-    max_model_len: Annotated[int, typer.Option(help="Most tokens of a prompt and its output together.")] = 4096
+    max_model_len: MaxModelLen = 4096
     tensor_parallel_size: Annotated[int, typer.Option(help="GPUs of this machine that share the model.")] = 1
     quantization: Annotated[
         str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from nanovllm.cli.number_options import MaxModelLen, MaxNumBatchedTokens
+
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
     from nanovllm.serve.ray_options import ReplicaOptions
@@ -82,11 +84,9 @@ class EngineOptions:
         "float32"
     )
     device: Annotated[str, _option("auto, cuda, cuda:N or cpu.")] = "auto"
-    max_model_len: Annotated[int, _option("Most tokens of a prompt and its output together.")] = 4096
+    max_model_len: MaxModelLen = 4096
     max_num_seqs: Annotated[int, _option("Most completions in a step.")] = 512
-    max_num_batched_tokens: Annotated[
-        int | None, _option("Most tokens in a step; by default 16384 on a GPU, 512 on a CPU.")
-    ] = None
+    max_num_batched_tokens: MaxNumBatchedTokens = None
     gpu_memory_utilization: Annotated[float, _option("The share of the GPU's memory to use.")] = 0.9
     kvcache_block_size: Annotated[int, _option("Tokens in a block of the KV cache.")] = 256
     num_kvcache_blocks: Annotated[int | None, _option("Blocks of the KV cache; by default what fits.")] = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import AUTO, EngineConfig
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, compute_logprobs
@@ -73,13 +73,17 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int
     """The longest sequence, bounded by the model, and by the KV cache once its size is known."""
+    is_auto: bool
+    """Whether `max_model_len` is to be the most that is possible."""
     block_size: int
     cache_dtype: torch.dtype
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
         """The limits that the arguments ask for, lowered to those of the model. dtype: of the model."""
-        longest = _bounded_len(config.max_model_len, model.max_position_embeddings, "the model's limit")
+        longest, is_auto = model.max_position_embeddings, config.max_model_len == AUTO
+        if not is_auto:
+            longest = _bounded_len(int(config.max_model_len), longest, "the model's limit")
         if model.rope.is_long(longest):
             original = model.rope.original_length
             logger.info(
@@ -91,6 +95,7 @@ class StepLimits:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 512),
             max_model_len=longest,
+            is_auto=is_auto,
             block_size=config.kvcache_block_size,
             cache_dtype=kv_cache.cache_dtype(config.kv_cache_dtype, dtype),
         )
@@ -99,7 +104,12 @@ class StepLimits:
 def within_blocks(limits: StepLimits, num_blocks: int) -> StepLimits:
     """These limits with a KV cache of `num_blocks` blocks."""
     longest = num_blocks * limits.block_size
-    return replace(limits, max_model_len=_bounded_len(limits.max_model_len, longest, "the KV cache's size"))
+    if not limits.is_auto:
+        return replace(limits, max_model_len=_bounded_len(limits.max_model_len, longest, "the KV cache's size"))
+    by_cache = longest < limits.max_model_len
+    bounded = min(longest, limits.max_model_len)
+    logger.info("max_model_len is %d, %s", bounded, "the KV cache's size" if by_cache else "the model's limit")
+    return replace(limits, max_model_len=bounded)
 
 
 def _bounded_len(wanted: int, limit: int, what: str) -> int:
@@ -133,6 +143,11 @@ def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler:
 def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:
     """PyTorch's peak memory in bytes over the largest steps, weights and penalty state included."""
     device = sampler.device
+    # A cache for the model's longest sequence may be larger than the GPU's memory.
+    free, _ = torch.cuda.mem_get_info(device)
+    per_block = kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype, model.num_kv_heads)
+    most = max(limits.max_num_batched_tokens, free // 2 // per_block * limits.block_size)
+    limits = replace(limits, max_model_len=min(limits.max_model_len, most))
     torch.cuda.reset_peak_memory_stats(device)
     num_blocks = -(-limits.max_model_len // limits.block_size)
     shape = limits.block_size, limits.cache_dtype
@@ -143,7 +158,7 @@ def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits
         sampler.release_penalty_state()
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
-    return peak - kv_cache.block_bytes(model.config, *shape, model.num_kv_heads) * (num_blocks + 1)
+    return peak - per_block * (num_blocks + 1)
 
 
 def run_largest_steps(paged: PagedModel, sampler: Sampler, limits: StepLimits) -> None:

@@ -100,6 +100,25 @@ def test_the_model_bounds_the_length(tmp_path, caplog):
     assert llm.engine.runner.max_model_len == 48 and "lowered to 48, the model's limit" in caplog.text
 
 
+@pytest.mark.parametrize("given", ["auto", -1])
+def test_the_longest_sequence_that_fits(tmp_path, caplog, given):
+    """Bounded by the model, or by the cache; without a warning, since nothing else was asked for."""
+    tiny.save_with_tokenizer(tmp_path, max_position_embeddings=80)
+    caplog.set_level("INFO", "nanovllm")
+    for blocks, length, by in (
+        (None, 80, "the model's limit"),
+        (5, 80, "the model's limit"),
+        (2, 32, "the KV cache's"),
+    ):
+        caplog.clear()
+        llm = make(tmp_path, max_model_len=given, num_kvcache_blocks=blocks)
+        assert llm.engine.runner.max_model_len == length and f"max_model_len is {length}, {by}" in caplog.text
+        assert not [record for record in caplog.records if "lowered" in record.message]
+        (out,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+        assert len(out["token_ids"]) == length - 3 and out["finish_reason"] == "length"
+        llm.close()
+
+
 def test_too_little_memory_for_the_cache(directory):
     refused(
         OutOfCacheMemory, directory, "MiB are missing", "for 1000000000 block(s)", "kvcache_block_size",
