@@ -171,6 +171,7 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
     from nanovllm.bench import benchmark, launcher
     from nanovllm.bench.command_line import engine_paths, names_in
     from nanovllm.bench.engines import ENGINES
+    from nanovllm.environment import warn_of_misspelt
     from nanovllm.json_output import STDOUT, write_json
 
     if args.worker is not None:
@@ -183,6 +184,7 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
         return 0
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was measured is written
+    warn_of_misspelt()
     try:
         if args.history:
             return print_history(args)

@@ -1,5 +1,6 @@
 """nanovllm: a small, fast LLM inference engine whose kernels you can swap."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.early_exit import importing_engine
@@ -37,6 +38,11 @@ def __getattr__(name: str) -> Any:
         return getattr(outputs, name)
     from nanovllm.foreign_arguments import NAMES
 
-    if name in NAMES:  # an AttributeError's text would not be shown by an import
-        raise ImportError(f"nanovllm has no {name}; {NAMES[name]}", name="nanovllm")
+    if name in NAMES:
+        text = f"nanovllm has no {name}; {NAMES[name]}"
+        # `from nanovllm import NAME` asks first whether there is such an attribute, and would replace the text of an
+        # AttributeError.
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            raise ImportError(text, name="nanovllm")
+        raise AttributeError(text)
     raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")

@@ -13,6 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.requests.maker import RequestMaker
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.request import Request
+from nanovllm.environment import warn_of_misspelt
 from nanovllm.frontend.core_messages import (
     AbortRequest,
     EngineInfo,
@@ -63,6 +64,7 @@ class AsyncLLM:
                 ThreadClient,  # with PyTorch, which a client of a process needs not
             )
 
+            warn_of_misspelt()
             client = ThreadClient(EngineConfig(str(model), **kwargs))
         self.client = client
         """The engine's side."""

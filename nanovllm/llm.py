@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.arguments import drop_foreign, reject_unknown
 from nanovllm.chat import AnswerPlan, ToolPlan, parse, with_constraints
@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.request import Request
+from nanovllm.environment import warn_of_misspelt
 from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS
 from nanovllm.frontend.progress import ProgressBar
 from nanovllm.frontend.prompt_list import prompt_list
@@ -48,6 +49,7 @@ class LLM:
     _closed = False
 
     def __init__(self, model: str | Path, **kwargs: Any) -> None:
+        warn_of_misspelt()
         self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
         self._loop = StepLoop(self.engine)
         self._added: dict[int, Request] = {}
@@ -78,6 +80,12 @@ class LLM:
             raise RuntimeError("this LLM is closed; make a new one")
         answer = METHODS.get(name)
         raise AttributeError(f"LLM.{name}: {answer}" if answer else f"'LLM' object has no attribute {name!r}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            "an LLM is not called itself: use llm.generate(prompts, SamplingParams(...)), llm.chat(messages), or"
+            " llm.stream(prompt)"
+        )
 
     def __repr__(self) -> str:
         if "engine" not in vars(self):  # a debugger looks at one whose start failed

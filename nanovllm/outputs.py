@@ -87,6 +87,13 @@ class RequestOutput:
         """Prompt tokens whose keys and values came from the prefix cache (of the first completion)."""
         return self.metrics.num_cached_tokens
 
+    if not TYPE_CHECKING:  # a type checker would take every attribute for one that there is
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _COMPLETION_FIELDS:
+                raise AttributeError(f"a RequestOutput has no {name}; use output.outputs[0].{name} or output[{name!r}]")
+            raise AttributeError(f"'RequestOutput' object has no attribute {name!r}")
+
     def __getitem__(self, key: str) -> Any:
         if key in _COMPLETION_FIELDS:
             return getattr(self.outputs[0], key)

@@ -1,6 +1,8 @@
 """Outputs: vLLM's attributes and nano-vLLM's keys are the same values."""
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 
@@ -34,6 +36,17 @@ def test_sums_and_times():
     assert (metrics.first_token_time, metrics.finished_time) == (100.25, 102.0)
     output = dataclasses.replace(OUTPUT, metrics=metrics)
     assert output.num_cached_tokens == output["num_cached_tokens"] == 3
+
+
+def test_an_attribute_of_a_completion_says_where_it_is():
+    for name in ("text", "token_ids", "finish_reason", "cumulative_logprob", "message"):
+        with pytest.raises(AttributeError) as error:
+            getattr(OUTPUT, name)
+        assert str(error.value) == f"a RequestOutput has no {name}; use output.outputs[0].{name} or output[{name!r}]"
+        assert not hasattr(OUTPUT, name)
+    with pytest.raises(AttributeError, match="^'RequestOutput' object has no attribute 'txt'$"):
+        _ = OUTPUT.txt
+    assert copy.deepcopy(OUTPUT) == pickle.loads(pickle.dumps(OUTPUT)) == OUTPUT
 
 
 def test_an_unknown_key_lists_the_known():

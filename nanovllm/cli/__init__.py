@@ -16,6 +16,7 @@ from nanovllm.cli.foreign_options import EngineCommand
 from nanovllm.cli.number_options import MaxModelLen
 from nanovllm.cli.option_records import takes_records
 from nanovllm.console import INTERRUPTED, StatusLine, run_program, say, show_warnings
+from nanovllm.environment import warn_of_misspelt
 from nanovllm.garbage_collector import collector_off
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    warn_of_misspelt()
 
 
 @app.command(cls=EngineCommand)

@@ -260,12 +260,23 @@ def test_names_that_others_export_say_what_to_import():
     assert nanovllm.RequestOutput is RequestOutput and nanovllm.CompletionOutput is CompletionOutput
     for name in NAMES:
         with pytest.raises(ImportError) as error:
-            getattr(nanovllm, name)
+            exec(f"from nanovllm import LLM, {name}")
         assert str(error.value) == f"nanovllm has no {name}; {NAMES[name]}"
+        assert not hasattr(nanovllm, name) and getattr(nanovllm, name, 3) == 3
+        with pytest.raises(AttributeError, match=re.escape(str(error.value))):
+            getattr(nanovllm, name)
         if NAMES[name].startswith("from "):
             exec(NAMES[name])
     with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
         from nanovllm import Nothing  # noqa: F401
+
+
+def test_a_call_of_the_llm_itself_says_what_to_call(llm):
+    for call in (lambda: llm("Hi"), lambda: llm(), lambda: llm(prompts=["Hi"])):
+        with pytest.raises(
+            TypeError, match=r"an LLM is not called itself: use llm.generate\(prompts, Samp.*, llm.chat\("
+        ):
+            call()
 
 
 def test_a_request_id_for_the_engine_is_answered(llm):

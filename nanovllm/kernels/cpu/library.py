@@ -313,7 +313,8 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """The op `sample`, for float32 logits."""
+    """The op `sample`. Logits of 16 bits, which models have that run op by op, are converted first."""
+    logits = logits.float()
     if not logits.shape[1]:
         check_sample(logits, temperature, top_p, min_p)
     if logits.stride(1) != 1:

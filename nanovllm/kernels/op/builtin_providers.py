@@ -28,11 +28,6 @@ def _adjacent_logits(logits: Any, *args: Any, **kwargs: Any) -> str | None:
     return None if logits.stride(-1) == 1 else "the logits of a row are not side by side"
 
 
-def _float32_logits(logits: Any, *args: Any, **kwargs: Any) -> str | None:
-    """Accept what the C++ kernel reads."""
-    return None if str(logits.dtype) == "torch.float32" else f"logits of {logits.dtype}; it takes float32"
-
-
 def _gated_fp8_refused(gate_up: Any, weight: Any, scale: Any, bias: Any = None) -> str | None:
     return fp8_refused(gate_up, weight, scale, bias)
 
@@ -113,7 +108,7 @@ ops.linear.add(
         num_tokens=onednn.num_tokens_linear, prepack=onednn.prepack_linear,
     )
 )  # fmt: skip
-ops.sample.add(Provider("cpu", "nanovllm.kernels.cpu.library:sample", cpu_support, _float32_logits))
+ops.sample.add(Provider("cpu", "nanovllm.kernels.cpu.library:sample", cpu_support))
 
 for _op in (ops.attention_decode, ops.attention_prefill):
     for _library in (flash_attn, flashinfer):

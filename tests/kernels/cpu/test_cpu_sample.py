@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nanovllm.kernels import resolve_kernels
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.ops.sample import sample
 
@@ -38,6 +39,15 @@ def test_tokens_are_those_of_the_reference(filters, vocab):
         logits[1::3, ::7] = -torch.inf
         logits[::4] = logits[::4].round()  # ties
         assert torch.equal(by("cpu", logits, *arguments(**filters)), by("native", logits, *arguments(**filters)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_16_bits_are_taken(dtype, caplog):
+    """Those of models that run op by op, such as with ranks; many of them are equal."""
+    logits = torch.randn(ROWS, 5000, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for filters in FILTERS.values():
+        assert torch.equal(by("cpu", logits, *arguments(**filters)), by("native", logits, *arguments(**filters)))
+    assert resolve_kernels(torch.device("cpu")).sample(logits, *arguments()).shape == (ROWS,) and not caplog.records
 
 
 def test_a_row_depends_on_nothing_else():
