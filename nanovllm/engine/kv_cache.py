@@ -84,14 +84,14 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, useful: int, remedy: str) -> int:
+def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, most_useful: int, remedy: str) -> int:
     """How many blocks to allocate.
 
     Args:
         available: bytes that the cache may take.
         per_block: bytes of a block.
         wanted: the user's number of blocks, or None.
-        useful: the most blocks that sequences can use.
+        most_useful: the most blocks that sequences can use.
         remedy: what the error message advises.
 
     Raises:
@@ -106,13 +106,13 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, usef
             f" but only {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations:"
             f" {missing / _MIB:.1f} MiB are missing; {remedy}"
         )
-    return wanted if wanted is not None else min(fits, useful)
+    return wanted if wanted is not None else min(fits, most_useful)
 
 
-def available_bytes_cpu(asked: bool) -> int:
-    """Bytes for the cache: all that this process can still take if the user `asked` for a size, else a share of it."""
+def available_bytes_cpu(whole: bool) -> int:
+    """Bytes for the cache: all that this process can still take if `whole`, else a share of it."""
     free = available_memory()
-    return free if asked else int(_CPU_SHARE * free)
+    return free if whole else int(_CPU_SHARE * free)
 
 
 def available_bytes_cuda(device: torch.device, utilization: float, peak_allocated: int) -> int:

@@ -203,23 +203,6 @@ class LLMEngine:
                 self.kernels.name_plugins(error)
             raise
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, between steps. False, with nothing changed: requests are unfinished."""
-        if self.has_unfinished:
-            return False
-        self.ranks.call_on_others("reset_prefix_cache")
-        self.scheduler.blocks.reset()
-        return True
-
-    def check(self) -> None:
-        """Assert the invariants; cheap enough to call after every operation in a test."""
-        self.scheduler.check()
-        sequences = {*self.scheduler.running, *self.scheduler.waiting}
-        assert set(self._completions) == sequences, "requests and scheduler disagree about what is unfinished"
-        if not sequences:
-            blocks = self.scheduler.blocks
-            assert blocks.num_free_blocks == blocks.num_blocks, "blocks are lost"
-
     def _apply_inbox(self) -> None:
         """An entry is removed after it was applied, and may be applied twice, since an interrupt can come at any
         line.
@@ -255,8 +238,10 @@ class LLMEngine:
         for seq in grown:
             request, completion = completions[seq]
             requests[request] = None
-            if completion.is_watched:  # others are only counted: nothing needs the text of a sequence that goes on
-                self._look_at_token(request, completion, result.logprobs, row_of.get(seq, 0))
+            if (
+                completion.needs_every_token
+            ):  # others are only counted: nothing needs the text of a sequence that goes on
+                self._process_token(request, completion, result.logprobs, row_of.get(seq, 0))
             if request.first_token_time is None or seq.finished:
                 request.record_token_time()
                 if seq.finished:
@@ -266,10 +251,10 @@ class LLMEngine:
             del completions[seq]
         return list(requests)
 
-    def _look_at_token(
+    def _process_token(
         self, request: Request, completion: Completion, logprobs: LogprobsTensors | None, row: int
     ) -> None:
-        """What a completion's newest token means for its log-probabilities, stop strings, stream and constraint."""
+        """Let a completion's log-probabilities, stop strings, stream and constraint take its newest token."""
         seq = completion.seq
         if seq.constraint is not None and seq.constraint.ended_by_force(seq.num_output_tokens) and seq.finished:
             self._log_early_end(request, seq.constraint.error)
@@ -284,9 +269,9 @@ class LLMEngine:
         if request.incremental:
             request.notify()
         if seq.constraint is not None and not seq.finished:
-            self._look_at_constraint(request, seq, seq.constraint)
+            self._check_constraint(request, seq, seq.constraint)
 
-    def _look_at_constraint(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
+    def _check_constraint(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
         error = constraint.error_at(seq.num_output_tokens)
         if error is None:
             return
@@ -327,6 +312,23 @@ class LLMEngine:
                 request.failure = failure
                 request.notify()
                 del self._completions[seq]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, between steps. False, with nothing changed: requests are unfinished."""
+        if self.has_unfinished:
+            return False
+        self.ranks.call_on_others("reset_prefix_cache")
+        self.scheduler.blocks.reset()
+        return True
+
+    def check(self) -> None:
+        """Assert the invariants; cheap enough to call after every operation in a test."""
+        self.scheduler.check()
+        sequences = {*self.scheduler.running, *self.scheduler.waiting}
+        assert set(self._completions) == sequences, "requests and scheduler disagree about what is unfinished"
+        if not sequences:
+            blocks = self.scheduler.blocks
+            assert blocks.num_free_blocks == blocks.num_blocks, "blocks are lost"
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:

@@ -125,7 +125,7 @@ def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler:
         OutOfCacheMemory: not even one block fits, or fewer than the config names.
     """
     per_block = kv_cache.block_bytes(model.config, limits.block_size, limits.cache_dtype, model.num_kv_heads)
-    useful = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
+    most_useful = limits.max_num_seqs * -(-limits.max_model_len // limits.block_size)
     device = sampler.device
     if device.type == "cuda":
         peak = profile_peak(model, sampler, limits)
@@ -135,9 +135,9 @@ def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler:
             " kvcache_block_size"
         )
     else:
-        available = kv_cache.available_bytes_cpu(asked=config.num_kvcache_blocks is not None)
+        available = kv_cache.available_bytes_cpu(whole=config.num_kvcache_blocks is not None)
         remedy = "free memory, or set num_kvcache_blocks and kvcache_block_size lower"
-    return kv_cache.num_blocks_that_fit(available, per_block, config.num_kvcache_blocks, useful, remedy)
+    return kv_cache.num_blocks_that_fit(available, per_block, config.num_kvcache_blocks, most_useful, remedy)
 
 
 def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:

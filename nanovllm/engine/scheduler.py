@@ -115,6 +115,7 @@ class Scheduler:
         return step
 
     def _may_admit(self) -> bool:
+        """Whether the first waiting sequence could run, as far as is known without a look at its cached prefix."""
         return bool(self.waiting and self._free_seq_slots and not self._head_lacks_blocks)
 
     def _budget(self) -> StepBudget:
@@ -125,6 +126,7 @@ class Scheduler:
         return self.piggyback.budget(running, waiting, self.max_num_batched_tokens)
 
     def _schedule_running(self, budget: StepBudget) -> list[ScheduledSequence]:
+        """Parts of running sequences, in the order of their admission. If blocks are missing, the last is preempted."""
         parts: list[ScheduledSequence] = []
         left = budget.num_tokens
         i = 0
@@ -176,42 +178,6 @@ class Scheduler:
             parts.append(self._schedule_part(seq, num_tokens, piggyback, admitted=True))
             left -= num_tokens
 
-    def update(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
-        """Append the tokens that a step sampled, one for each part that samples, in order.
-
-        Returns the sequences that grew; some of them have finished. Tokens of sequences that had finished are dropped.
-        """
-        grown = []
-        assert len(step.sampling) == len(token_ids)
-        finished = SequenceStatus.FINISHED
-        for seq, token in zip(step.sampling, token_ids):
-            seq.num_pending -= 1
-            if seq.status is finished:
-                continue
-            tokens = seq.token_ids
-            tokens.append(token)
-            grown.append(seq)
-            if token in seq.stop_ids or len(tokens) >= seq.max_len:
-                self._stop_by_token(seq, token)
-        return grown
-
-    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End a sequence and take back its blocks and seq_slot. It may wait, run, have a step in flight, or not be
-        added.
-        """
-        if seq.finished:
-            return
-        if seq.status is SequenceStatus.RUNNING:
-            self.running.remove(seq)
-            self.blocks.register(seq)
-            self._release(seq)
-        elif seq in self.waiting:
-            del self.waiting[seq]
-            self._head_lacks_blocks = False  # the next one may need fewer blocks
-        if self.piggyback is not None:
-            self.piggyback.sequence_ended(seq, reason)
-        seq.end(reason, stop_reason)
-
     def _schedule_part(
         self, seq: Sequence, num_tokens: int, piggyback: bool, admitted: bool = False
     ) -> ScheduledSequence:
@@ -231,6 +197,7 @@ class Scheduler:
         return ScheduledSequence(seq, start, num_tokens, samples, seq.seq_slot, admitted)
 
     def _preempt_last(self) -> Sequence:
+        """Take the blocks of the sequence admitted last. It waits before all others; the blocks are computed again."""
         seq = self.running.pop()
         self._release(seq)
         seq.status = SequenceStatus.WAITING
@@ -240,14 +207,27 @@ class Scheduler:
         self.num_preemptions += 1
         return seq
 
-    def _release(self, seq: Sequence) -> None:
-        self._run = None
-        self._head_lacks_blocks = False
-        self.blocks.free(seq)
-        self._free_seq_slots.append(seq.seq_slot)
-        seq.seq_slot = -1
+    def update(self, step: ScheduledStep, token_ids: list[int]) -> list[Sequence]:
+        """Append the tokens that a step sampled, one for each part that samples, in order.
+
+        Returns the sequences that grew; some of them have finished. Tokens of sequences that had finished are dropped.
+        """
+        grown = []
+        assert len(step.sampling) == len(token_ids)
+        finished = SequenceStatus.FINISHED
+        for seq, token in zip(step.sampling, token_ids):
+            seq.num_pending -= 1
+            if seq.status is finished:
+                continue
+            tokens = seq.token_ids
+            tokens.append(token)
+            grown.append(seq)
+            if token in seq.stop_ids or len(tokens) >= seq.max_len:
+                self._stop_by_token(seq, token)
+        return grown
 
     def _stop_by_token(self, seq: Sequence, token: int) -> None:
+        """Finish the sequence if its newest token ends it, or if it has its greatest length."""
         params = seq.params
         # A constraint allows an end token before `min_tokens` only where it allows nothing else.
         may_end = seq.num_output_tokens >= params.min_tokens or seq.constraint is not None
@@ -256,6 +236,31 @@ class Scheduler:
             self.finish(seq, "stop", None if by_eos else token)
         elif len(seq.token_ids) >= seq.max_len:
             self.finish(seq, "length")
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """End a sequence and take back its blocks and seq_slot. It may wait, run, have a step in flight, or not be
+        added.
+        """
+        if seq.finished:
+            return
+        if seq.status is SequenceStatus.RUNNING:
+            self.running.remove(seq)
+            self.blocks.register(seq)
+            self._release(seq)
+        elif seq in self.waiting:
+            del self.waiting[seq]
+            self._head_lacks_blocks = False  # the next one may need fewer blocks
+        if self.piggyback is not None:
+            self.piggyback.sequence_ended(seq, reason)
+        seq.end(reason, stop_reason)
+
+    def _release(self, seq: Sequence) -> None:
+        """Take back the blocks and the seq_slot of a sequence that ran."""
+        self._run = None
+        self._head_lacks_blocks = False
+        self.blocks.free(seq)
+        self._free_seq_slots.append(seq.seq_slot)
+        seq.seq_slot = -1
 
     def check(self) -> None:
         """Assert the invariants, for tests."""

@@ -119,4 +119,4 @@ def test_too_little_memory_says_how_much_is_missing_and_what_helps(available, wa
 
 
 def test_a_cpu_cache_takes_a_share_of_the_free_memory_unless_its_size_is_asked_for():
-    assert 0 < kv_cache.available_bytes_cpu(asked=False) < kv_cache.available_bytes_cpu(asked=True) / 2
+    assert 0 < kv_cache.available_bytes_cpu(whole=False) < kv_cache.available_bytes_cpu(whole=True) / 2

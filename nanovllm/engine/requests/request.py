@@ -34,13 +34,13 @@ class Completion:
                 decoder, params.skip_special_tokens, params.stop, params.min_tokens, params.include_stop_str_in_output
             )
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self.is_watched = self._detokenizer is not None or self.logprobs is not None
-        """Whether every token has to be looked at as it comes."""
+        self.needs_every_token = self._detokenizer is not None or self.logprobs is not None
+        """Whether the engine processes each token when it is read, not only the last one."""
 
     def constrain(self, constraint: TokenConstraint) -> None:
         """Before the first step: only what `constraint` allows may be sampled."""
         self.seq.constraint = constraint
-        self.is_watched = True
+        self.needs_every_token = True
 
     def append(self, token_id: int) -> str | None:
         """Take a sampled token; returns a stop string if the text now ends with one."""
