@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """File in the repository's root -> page of the site."""
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
-
+_SEARCH_WORKER = "https://unpkg.com/iframe-worker/shim"
 _FENCE = re.compile(r"^```(\w+) [^`\n]*$", re.MULTILINE)
 
 
@@ -46,6 +46,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """The script that lets the search run from the disk lies beside the pages, not on a server."""
+    """The script that lets the search run from the disk lies beside the pages; Chinese pages say what they are."""
     depth = len(PurePosixPath(page.file.src_uri).parts) - 1
-    return output.replace("https://unpkg.com/iframe-worker/shim", "../" * depth + "search-worker.js")
+    if page.file.src_uri.endswith(".zh-CN.md"):
+        output = output.replace('<html lang="en"', '<html lang="zh-CN"', 1)
+    return output.replace(_SEARCH_WORKER, "../" * depth + "search-worker.js")
+
+
+def on_post_template(output: str, template_name: str, **_: Any) -> str:
+    """The page for what is not found asks no server either."""
+    return output.replace(_SEARCH_WORKER, "/search-worker.js")

@@ -47,7 +47,7 @@ def speed() -> Figure:
     peers = [max(rate for _, rate in kept_rates("vllm", "qwen3-0.6b", name)) for name in WORKLOADS]
     for i, ((_, rate), peer) in enumerate(zip(ours, peers)):
         axes.bar(i - 0.2, rate / peer, 0.38, color=OURS, label="nanovllm" if i == 0 else None)
-        axes.bar(i + 0.2, 1, 0.38, color=PEER, label="vLLM, best run" if i == 0 else None)
+        axes.bar(i + 0.2, 1, 0.38, color=PEER, label="vLLM, best kept run" if i == 0 else None)
         axes.text(i - 0.2, rate / peer + 0.03, f"{rate:,.0f}", ha="center", fontsize=8)
         axes.text(i + 0.2, 1.03, f"{peer:,.0f}", ha="center", fontsize=8, color=GREY)
     axes.set_xticks(range(len(WORKLOADS)), WORKLOADS)
