@@ -26,8 +26,11 @@ class CompletionOutput:
     """One of a request's `n` completions."""
 
     index: int
+    """Which of them, from 0."""
     text: str
+    """The output without the prompt; empty without a tokenizer."""
     token_ids: list[int]
+    """Of the output, an end token included."""
     finish_reason: str | None = None
     """"stop" (end token or stop string), "length", "abort", or None while it runs."""
     stop_reason: int | str | None = None
@@ -75,11 +78,16 @@ class RequestOutput:
     """A request's prompt and completions. `output["text"]` and `output["token_ids"]` are the first completion's."""
 
     request_id: int | str
+    """The engine's number, or the id that `AsyncLLM.generate` was given."""
     prompt: str | None
+    """The prompt's text; None if only token ids were passed."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
+    """One for each of `n`, by index."""
     finished: bool
+    """Whether all completions have ended."""
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """For each prompt token, as `CompletionOutput.logprobs`; the first token, which nothing predicts, has None."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     @property
@@ -102,6 +110,7 @@ class RequestOutput:
         raise KeyError(f"{key!r}; an output has {', '.join(sorted(_COMPLETION_FIELDS | _REQUEST_FIELDS))}")
 
     def keys(self) -> list[str]:
+        """What `output[...]` takes, sorted."""
         return sorted(_COMPLETION_FIELDS | _REQUEST_FIELDS)
 
 

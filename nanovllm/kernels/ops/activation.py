@@ -10,10 +10,12 @@ from nanovllm.kernels.op.inputs import Cost, Inputs, nbytes
 
 
 def gate_up_inputs(t, rows, intermediate_size):
+    """For `Inputs` of an op of a gate and an up projection."""
     return {"gate_up": t.normal(rows, 2 * intermediate_size)}
 
 
 def gate_up_cost(gate_up, **_):
+    """Both halves are read, and one half is written."""
     return Cost(nbytes(gate_up) * 3 // 2, 5 * gate_up.numel() // 2)
 
 
@@ -33,6 +35,8 @@ GATE_UP_SHAPES: dict[str, Any] = {
 )
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up, where gate and up are the two halves of the last dimension.
+
+    Source: Shazeer, "GLU variants improve transformer", 2020.
 
     Args:
         gate_up: [..., 2 * intermediate_size], any float dtype.

@@ -70,7 +70,7 @@ def add_rms_norm_linear(
 
     Args:
         x: [..., size]; residual: the same, or None: x is the residual stream itself.
-        norm_weight: [size]; weight: [outputs, size]; bias: [outputs] or None; one dtype.
+        norm_weight: [size]; weight: [outputs, size]; bias: [outputs] or None; one float dtype.
         eps: the eps of the norm, as in `rms_norm`.
 
     Returns:

@@ -38,7 +38,7 @@ def all_reduce(x: torch.Tensor, group: RankGroup) -> torch.Tensor:
     Every rank calls it with the same shape, in the same order. The result is equal to the bit on all ranks.
 
     Args:
-        x: [..., size]. Its memory may be reused: it is not to be read after the call.
+        x: [..., size], any float dtype. Its memory may be reused: it is not to be read after the call.
         group: the ranks.
 
     Returns:
@@ -59,7 +59,7 @@ def all_reduce_add_rms_norm(
     """residual + the sum of x over the ranks, and its RMS norm.
 
     Args:
-        x, residual: [..., size], same dtype; weight: [size]. `residual` is equal on all ranks.
+        x, residual: [..., size], any float dtype; weight: [size]. `residual` is equal on all ranks.
         eps: as in `rms_norm`.
         group: the ranks.
 

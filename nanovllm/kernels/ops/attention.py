@@ -27,8 +27,10 @@ def attention_decode(
     split over the GPU, and every cached token is read once for all n. Many query tokens, or a different number for each
     sequence, are for `attention_prefill` ("A few query tokens" in docs/attention.md).
 
+    Source: Kwon et al., "Efficient memory management for large language model serving with PagedAttention", 2023.
+
     Args:
-        q: [num_seqs * n, num_heads, head_dim]: all queries of one sequence, then those of the next.
+        q: [num_seqs * n, num_heads, head_dim], any float dtype: all queries of one sequence, then those of the next.
         kv: the cache. Lengths count the n query tokens. A sequence of length 0 gets zeros. One of a length below n gets
             zeros for its first queries, which stand before its first token.
         scale: multiplies q @ k.
@@ -129,7 +131,7 @@ def attention_prefill(
     """Runs of query tokens, each causal over its own sequence: new prompts, cached prefixes, chunks of long prompts.
 
     Args:
-        q: [num_tokens, num_heads, head_dim]: the last tokens of each sequence, one run after the other.
+        q: [num_tokens, num_heads, head_dim], any float dtype: each sequence's last tokens, one run after the other.
         kv: the cache, the new tokens already stored.
         cu_seqlens_q: [num_seqs + 1] int32, contiguous: where each run starts in q, and where the last one ends.
         max_query_len: a host-side bound on the runs' lengths, from which tile sizes may follow.

@@ -75,6 +75,9 @@ def attention_decode_shared(
 
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q.
+
+    Raises:
+        ValueError: as `attention_decode`, or the groups do not fit the lengths.
     """
     check_decode(q, kv, scale, window, soft_cap)
     check_shared(kv, shared)
@@ -126,6 +129,9 @@ def qk_norm_rope_attention_shared(
 
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q.
+
+    Raises:
+        ValueError: as `qk_norm_rope_attention`, or the groups do not fit the lengths.
     """
     check_decode(q, kv, scale, window, soft_cap, new)
     check_shared(kv, shared, new.cos_sin_cache.shape[0])

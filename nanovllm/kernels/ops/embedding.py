@@ -38,6 +38,9 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     Returns:
         [num_tokens, hidden_size], the dtype of weight.
+
+    Raises:
+        ValueError: an id has no row in the table, which is checked on a CPU, elsewhere with NANOVLLM_CHECK=1.
     """
     if values_checked(token_ids.device):
         check_token_ids(token_ids, weight.shape[0])

@@ -47,7 +47,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """x W^T + b.
 
     Args:
-        x: [..., size]; weight: [outputs, size]; bias: [outputs] or None; one dtype.
+        x: [..., size]; weight: [outputs, size]; bias: [outputs] or None; one float dtype.
 
     Returns:
         [..., outputs], same dtype, rounded once.
@@ -115,7 +115,7 @@ def linear_add_rms_norm(
     """rms_norm(residual + x W^T + b), and the sum that it is the norm of.
 
     Args:
-        x: [..., size]; weight: [outputs, size]; bias: [outputs] or None; one dtype.
+        x: [..., size]; weight: [outputs, size]; bias: [outputs] or None; one float dtype.
         residual: [..., outputs]; norm_weight: [outputs], same dtype.
         eps: the eps of the norm, as in `rms_norm`.
 

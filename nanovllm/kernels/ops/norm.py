@@ -35,8 +35,10 @@ _SHAPES: dict[str, Any] = {
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32.
 
+    Source: Zhang and Sennrich, "Root mean square layer normalization", 2019.
+
     Args:
-        x: [..., size]; weight: [size], same dtype.
+        x: [..., size], any float dtype; weight: [size], same dtype.
         eps: added to the mean of the squares.
 
     Returns:
@@ -69,7 +71,7 @@ def add_rms_norm(
     """residual + x, and its RMS norm: what lies between two sublayers of a pre-norm decoder.
 
     Args:
-        x, residual: [..., size], same dtype; weight: [size].
+        x, residual: [..., size], any float dtype; weight: [size]; one dtype.
         eps: as in `rms_norm`.
 
     Returns:

@@ -35,15 +35,20 @@ def qk_norm_rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """rotary_embedding(positions, rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps), cos_sin_cache).
 
+    Source: Qwen Team, "Qwen3 technical report", 2025 (a norm of each head of q and k before the rotation).
+
     Args:
         positions: [num_tokens] int64.
-        q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim].
+        q: [num_tokens, num_heads, head_dim], any float dtype; k: [num_tokens, num_kv_heads, head_dim], same dtype.
         q_weight, k_weight: [head_dim], the dtype of q and k.
         eps: the eps of the norms, as in `rms_norm`.
         cos_sin_cache: [max_position, head_dim] float32, as in `rotary_embedding`.
 
     Returns:
         Rotated q and k, same shapes and dtypes, rounded wherever the two ops round.
+
+    Raises:
+        ValueError: as `rotary_embedding`.
     """
     q, k = rms_norm.native(q, q_weight, eps), rms_norm.native(k, k_weight, eps)
     return rotary_embedding.native(positions, q, k, cos_sin_cache)

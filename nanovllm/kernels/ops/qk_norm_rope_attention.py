@@ -49,7 +49,7 @@ def qk_norm_rope_attention(
     """`qk_norm_rope_store` of one new token a sequence, its last one, and then `attention_decode`.
 
     Args:
-        q: [num_seqs, num_heads, head_dim], as the QKV projection gives it.
+        q: [num_seqs, num_heads, head_dim], any float dtype, as the QKV projection gives it.
         new: the new tokens. What is stored is k / k_scale and v / v_scale.
         kv: as in `attention_decode`. Lengths count the new token, so that every length is at least 1. The new token of
             sequence i stands at position context_lens[i] - 1, and is written in place, to the block that block_table
@@ -58,6 +58,9 @@ def qk_norm_rope_attention(
 
     Returns:
         [num_seqs, num_heads, head_dim], the dtype of q. Everything is rounded wherever the separate ops round.
+
+    Raises:
+        ValueError: as `attention_decode`; also for a length of 0, or beyond the rows of cos_sin_cache.
     """
     check_decode(q, kv, scale, window, soft_cap, new)
     if values_checked(q.device):

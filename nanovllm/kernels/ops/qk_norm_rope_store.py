@@ -50,7 +50,7 @@ def qk_norm_rope_store(
 
     Args:
         positions: [num_tokens] int64.
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim].
+        q: [num_tokens, num_heads, head_dim], any float dtype; k, v: [num_tokens, num_kv_heads, head_dim], same dtype.
         cos_sin_cache: [max_position, head_dim] float32, as in `rotary_embedding`.
         k_cache, v_cache, slot_mapping, k_scale, v_scale: as in `store_kvcache`; the caches are written in place.
         q_weight, k_weight: [head_dim], the dtype of q and k, of the norm of each head; both or neither.
@@ -58,6 +58,9 @@ def qk_norm_rope_store(
 
     Returns:
         Rotated q, contiguous. Everything is rounded wherever the separate ops round.
+
+    Raises:
+        ValueError: one norm weight without the other, or what `rotary_embedding` and `store_kvcache` raise.
     """
     if (q_weight is None) != (k_weight is None):
         raise ValueError("q_weight, k_weight: expected both or neither, got one")

@@ -64,13 +64,19 @@ def rotary_embedding(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate each head's pairs (x[i], x[i + head_dim / 2]) by position * frequency[i].
 
+    Source: Su et al., "RoFormer: enhanced transformer with rotary position embedding", 2021.
+
     Args:
-        positions: [num_tokens] int64.
-        q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim].
-        cos_sin_cache: [max_position, head_dim] float32, a row being cos (head_dim / 2) and then sin.
+        positions: [num_tokens] int64, below max_position.
+        q: [num_tokens, num_heads, head_dim], any float dtype; k: [num_tokens, num_kv_heads, head_dim], same dtype.
+        cos_sin_cache: [max_position, head_dim] float32 or float64; a row is cos (head_dim / 2) and then sin.
 
     Returns:
         Rotated q and k, same shapes and dtypes. cos and sin are rounded to that dtype first, as in transformers.
+
+    Raises:
+        ValueError: head_dim is odd; or a position has no row in cos_sin_cache, which is checked on a CPU, elsewhere
+            with NANOVLLM_CHECK=1.
     """
     if q.shape[-1] % 2:
         raise ValueError(f"q: head_dim must be even, not {q.shape[-1]}")

@@ -116,8 +116,9 @@ def sample(
     """Draw one token id per row.
 
     Row r takes the largest logit if `temperature[r]` is 0, else a draw from the softmax of what the filters keep, by
-    the Gumbel-max trick: the argmax of `block_scores`, then that of `token_scores` in this block. Ties go to the lowest
-    id. Pure; launches no host synchronisation and has no data-dependent shape, so a CUDA graph can capture it.
+    the Gumbel-max trick (Maddison et al., "A* sampling", 2014): the argmax of `block_scores`, then that of
+    `token_scores` in this block. Ties go to the lowest id. Pure; launches no host synchronisation and has no
+    data-dependent shape, so a CUDA graph can capture it.
 
     Args:
         logits: [R, V], float32, float16 or bfloat16. -inf bars a token; other non-finite values give some valid id.

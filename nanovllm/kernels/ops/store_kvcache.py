@@ -67,12 +67,16 @@ def store_kvcache(
     """Copy row i of k and v to cache slot `slot_mapping[i]`, in place.
 
     Args:
-        k, v: [num_tokens, num_kv_heads, head_dim].
+        k, v: [num_tokens, num_kv_heads, head_dim], any float dtype.
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim]; of another dtype than k and v, float8_e4m3fn
             among them, they get the nearest value, and float8 its largest where k / k_scale is beyond it.
         slot_mapping: [num_tokens] int64, block * block_size + offset. Every entry is valid: padding rows point
             into the padding block, which no sequence owns, so that no row needs a test (and a CUDA graph no branch).
         k_scale, v_scale: float32 [1] or [num_kv_heads], contiguous; what is stored is k / k_scale. None: 1.
+
+    Raises:
+        ValueError: arguments do not fit together; or a slot is outside of the cache, which is checked on a CPU,
+            elsewhere with NANOVLLM_CHECK=1.
     """
     check_store(k, v, k_cache, v_cache, slot_mapping, k_scale, v_scale)
     if values_checked(k.device):
