@@ -56,7 +56,7 @@ class GGUFFile:
     """A parsed header, and the tensors' bytes mapped on demand.
 
     path: the file; of a model in several files the first. metadata: every key and value, arrays as lists. tensors: by
-    GGUF name, in file order, of all files of the model.
+    GGUF name, in file order, of all files of the model. states: of each file when it was read.
     Raises GGUFError for anything wrong with the file, FileNotFoundError if there is none.
     """
 
@@ -66,6 +66,7 @@ class GGUFFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         with open(self.path, "rb") as file:
+            self.states = {self.path: _state(os.fstat(file.fileno()))}
             if file.read(4) != b"GGUF":
                 raise self.error(
                     "does not start with the magic bytes 'GGUF'", "pass a .gguf file, or download it again"
@@ -98,6 +99,7 @@ class GGUFFile:
             if twice := self.tensors.keys() & other.tensors.keys():
                 raise other.error(f"tensor {min(twice)!r} is in an earlier part as well", "download the parts again")
             self.tensors |= other.tensors
+            self.states |= other.states
         total = self.field("split.tensors.count", int, len(self.tensors))
         if total != len(self.tensors):
             raise self.error(f"its {count} parts hold {len(self.tensors)} tensors, split.tensors.count is {total}")
@@ -177,20 +179,32 @@ class GGUFFile:
 
 
 def open_gguf(path: str | os.PathLike[str]) -> GGUFFile:
-    """The parsed header of a file. As long as somebody holds it, the file is not parsed again unless it has changed.
+    """The parsed header of a file. As long as somebody holds it, the file is not parsed again, unless it or another
+    file of the model has changed.
 
     Raises:
         As `GGUFFile`.
     """
-    stat = os.stat(path)
-    key = os.path.realpath(path), stat.st_size, stat.st_mtime_ns
+    key = os.path.realpath(path)
     file = _OPEN.get(key)
-    if file is None or file.path != Path(path):  # messages name the path as it was given
+    if file is None or file.path != Path(path) or _changed(file):  # messages name the path as it was given
         file = _OPEN[key] = GGUFFile(path)
     return file
 
 
-_OPEN: WeakValueDictionary[tuple[str, int, int], GGUFFile] = WeakValueDictionary()
+_OPEN: WeakValueDictionary[str, GGUFFile] = WeakValueDictionary()
+
+
+def _changed(file: GGUFFile) -> bool:
+    """Whether one of the files is another one now, or cannot be found."""
+    try:
+        return any(_state(os.stat(path)) != state for path, state in file.states.items())
+    except OSError:
+        return True
+
+
+def _state(stat: os.stat_result) -> tuple[int, int, int, int]:
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 class _Cursor:

@@ -1,5 +1,7 @@
 """Models that are published as several GGUF files."""
 
+import os
+import shutil
 import struct
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.weights import gguf as ours
-from nanovllm.weights.gguf_file import GGUFError, GGUFFile
+from nanovllm.weights.gguf_file import GGUFError, GGUFFile, open_gguf
 from nanovllm.weights.safetensors_files import WeightError
 from tests.weights.checkpoints import load
 from tests.weights.gguf_files import hf_weights, quantised, to_gguf, write
@@ -39,6 +41,23 @@ def test_parts_are_one_model(tmp_path, quant):
     assert {info.path for info in GGUFFile(parts[0]).tensors.values()} == set(parts)
     for options in ({}, PACKED):
         assert tokens(parts[0], **options) == tokens(whole, **options)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_header_is_read_again_if_any_part_has_changed(tmp_path, number):
+    parts = cut(tmp_path)
+    first = open_gguf(parts[0])
+    assert open_gguf(parts[0]) is first and set(first.states) == set(parts)
+    stat = parts[number].stat()
+    os.utime(parts[number], ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    second = open_gguf(parts[0])
+    assert second is not first and open_gguf(parts[0]) is second
+    os.replace(shutil.copy2(parts[number], tmp_path / "copy"), parts[number])  # another file with the same times
+    third = open_gguf(parts[0])
+    assert third is not second
+    parts[number].unlink()
+    with pytest.raises(GGUFError if number else FileNotFoundError, match=parts[number].name):
+        open_gguf(parts[0])
 
 
 def test_another_part_than_the_first(tmp_path):
