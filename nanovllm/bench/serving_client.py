@@ -6,6 +6,7 @@ What arrives is only kept with its time; it is taken apart after the run. So one
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import ssl
 import time
@@ -33,12 +34,14 @@ class Target:
         endpoint: "completions" or "chat".
         model: its name in requests.
         api_key: sent as Bearer, if there is one.
+        insecure: take any certificate of an https server.
     """
 
     url: str
     endpoint: str = "completions"
     model: str = ""
     api_key: str | None = None
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if self.endpoint not in ("completions", "chat"):
@@ -53,6 +56,37 @@ class Target:
     def path(self, name: str) -> str:
         base = urlsplit(self.url).path.rstrip("/").removesuffix("/v1")
         return f"{base}/v1/{name}"
+
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """None: the server is not asked by https."""
+        return tls_context(self.insecure) if urlsplit(self.url).scheme == "https" else None
+
+
+_OTHER_NAME = 62, 64
+"""OpenSSL's codes of a certificate for another name, or for another IP address."""
+
+
+@functools.cache  # to read the machine's authorities takes as long as a short answer
+def tls_context(insecure: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if insecure:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def _what_failed(error: Exception) -> str:
+    """An error of a connection, with the remedy if the certificate is not trusted."""
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        why = f"the server's certificate is refused: {reason.verify_message.rstrip('.')}"
+        remedy = "set the environment variable SSL_CERT_FILE to the certificate or to that of its authority"
+        if reason.verify_code in _OTHER_NAME:
+            remedy = "call the server by a name that the certificate has"
+        return f"{why}; {remedy}, or pass --insecure"
+    if isinstance(reason, ssl.SSLError) and reason.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
+        return f"the server does not speak https ({reason.reason}); write http:// in the address"
+    return f"{type(error).__name__}: {error}"
 
 
 @dataclass
@@ -98,7 +132,7 @@ async def exchange(
 ) -> ResponseRecorder:
     """Send one request and wait for its whole answer. `start` of the times is that of sending, not of connecting."""
     parts = urlsplit(target.url)
-    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    secure = target.tls
     port = parts.port or (443 if secure else 80)
     transport, recorder = await asyncio.get_running_loop().create_connection(
         ResponseRecorder, parts.hostname or "", port, ssl=secure
@@ -136,7 +170,7 @@ async def ask(target: Target, body: bytes, timeout: float) -> tuple[ResponseReco
     except asyncio.TimeoutError:
         return None, f"no whole answer within {counted(timeout, 'second', 'g')}"
     except OSError as error:
-        return None, f"{type(error).__name__}: {error}"
+        return None, _what_failed(error)
 
 
 def take_apart(recorder: ResponseRecorder | None, error: str | None) -> Timed:
@@ -221,7 +255,9 @@ def get_json(target: Target, name: str) -> Any:
     headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     parts = urlsplit(target.url)
     request = urllib.request.Request(f"{parts.scheme}://{parts.netloc}{target.path(name)}", headers=headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # straight to the server, as `exchange` goes
+    # Straight to the server, as `exchange` goes.
+    handlers = urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=target.tls)
+    opener = urllib.request.build_opener(*handlers)
     try:
         with opener.open(request, timeout=30) as answer:
             return json.loads(answer.read())
@@ -230,4 +266,7 @@ def get_json(target: Target, name: str) -> Any:
         remedy = "pass --api-key KEY, or set OPENAI_API_KEY" if keyed else "is it a server with OpenAI's interface?"
         raise ValueError(f"{request.full_url}: HTTP {error.code} {error.reason}; {remedy}") from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{request.full_url}: {type(error).__name__}: {error}; is a server there?") from None
+        said = _what_failed(error)
+        if said.startswith(type(error).__name__):
+            said += "; is a server there?"
+        raise ValueError(f"{request.full_url}: {said}") from None

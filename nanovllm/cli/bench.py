@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,6 +145,7 @@ def serve(
     goal_tpot: Annotated[float | None, typer.Option(help="Goodput: at most these ms for each later token.")] = None,
     goal_e2e: Annotated[float | None, typer.Option(help="Goodput: at most these ms for the whole answer.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
+    insecure: Annotated[bool, typer.Option(help="Take any certificate of an https server.")] = False,
     json_file: Json = None,
 ) -> None:
     """Measure throughput and latency of a server.
@@ -159,9 +160,9 @@ def serve(
     from nanovllm.bench.serving_client import Target, get_json
 
     endpoint = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}.get(endpoint, endpoint)  # as for vLLM
-    target = Target(url, endpoint, model or "", api_key)
+    target = Target(url, endpoint, model or "", api_key, insecure)
     if model is None:
-        target = Target(url, endpoint, get_json(target, "models")["data"][0]["id"], api_key)
+        target = replace(target, model=get_json(target, "models")["data"][0]["id"])
     limits = [None if ms is None else ms / 1000 for ms in (goal_ttft, goal_tpot, goal_e2e)]
     goal = None if limits == [None] * 3 else Goal(*limits)
     loads = asked.all()

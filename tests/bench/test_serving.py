@@ -1,12 +1,15 @@
 """`nanovllm bench serve`: what it reads out of answers, and a run against a real server."""
 
 import json
+import re
+import subprocess
 
 import pytest
 from typer.testing import CliRunner
 
 pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
+from nanovllm.bench import serving_client
 from nanovllm.bench.serving import Goal, Load, ServingResult, measure
 from nanovllm.bench.serving_client import ResponseRecorder, Target, Timed, get_json, request_body, take_apart
 from nanovllm.bench.workloads import Workload
@@ -156,6 +159,70 @@ def test_the_json_says_what_was_asked_of_which_server(tmp_path):
     (load,) = found["loads"]
     assert (load["load"], load["num_ok"], load["num_good"], load["num_output_tokens"]) == ("2 streams", 8, 8, 32)
     assert load["e2e_s"]["p99"] > 0
+
+
+@pytest.fixture
+def tls(tmp_path):
+    """(certificate, key) that signs itself, for localhost."""
+    files = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    command += [
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=DNS:localhost",
+        "-out",
+        files[0],
+        "-keyout",
+        files[1],
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    return files
+
+
+def test_a_server_whose_certificate_signs_itself(tmp_path, tls, monkeypatch):
+    tiny.save_with_tokenizer(tmp_path)
+    certificate, key = map(str, tls)
+    with RunningServer(tmp_path, tls=(("ssl_certfile", certificate), ("ssl_keyfile", key))) as server:
+        there, load = server.url.replace("127.0.0.1", "localhost"), Load(2, input_len=3, output_len=3)
+        refused = (
+            "the server's certificate is refused: self.signed certificate; set the environment variable SSL_CERT_FILE"
+        )
+        for name in ("", " --model model"):
+            done = CliRunner().invoke(app, f"bench serve {there} --num-requests 2{name}".split())
+            assert isinstance(done.exception, ValueError) and re.search(refused, str(done.exception)), done.exception
+            assert str(done.exception).endswith(", or pass --insecure")
+        found = CliRunner().invoke(
+            app, f"bench serve {server.url} --insecure --num-requests 2 --input-len 3 --output-len 3 --json -".split()
+        )
+        assert [load["num_ok"] for load in json.loads(found.stdout)["loads"]] == [2, 2]
+        plain = Target(there.replace("https", "http"), "completions", "model")
+        assert measure(plain, load).num_failed == 2
+        with pytest.raises(ValueError, match="http://localhost"):
+            get_json(plain, "models")
+
+        monkeypatch.setenv("SSL_CERT_FILE", certificate)
+        serving_client.tls_context.cache_clear()
+        try:
+            assert measure(Target(there, "completions", "model"), load).num_ok == 2
+            other = Target(server.url, "completions", "model")  # the certificate is not for 127.0.0.1
+            with pytest.raises(
+                ValueError, match="mismatch.*; call the server by a name that the certificate has, or pass"
+            ):
+                get_json(other, "models")
+            assert "IP address mismatch" in next(iter(measure(other, load).errors))
+        finally:
+            serving_client.tls_context.cache_clear()
+
+
+def test_https_to_a_server_without_it(tmp_path):
+    tiny.save_with_tokenizer(tmp_path)
+    with RunningServer(tmp_path) as server:
+        target = Target(server.url.replace("http", "https"), "completions", "model", insecure=True)
+        said = "the server does not speak https .*; write http:// in the address"
+        with pytest.raises(ValueError, match=said):
+            get_json(target, "models")
+        assert re.match(said, next(iter(measure(target, Load(1)).errors)))
 
 
 def test_bad_input():

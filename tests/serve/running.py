@@ -53,16 +53,18 @@ def slow_client(path: Any, **engine: Any) -> ThreadClient:
 
 
 class RunningServer:
-    """Serves a model until the `with` block ends; `client` makes requests with httpx."""
+    """Serves a model until the `with` block ends; `client` makes requests with httpx. tls: as of `Listener`."""
 
-    def __init__(self, path: Any, options: ServeOptions | None = None, client: Any = None, **engine: Any) -> None:
+    def __init__(
+        self, path: Any, options: ServeOptions | None = None, client: Any = None, tls: Any = (), **engine: Any
+    ) -> None:
         self.engine_client = client or ThreadClient(EngineConfig(str(path), **SIZES | engine))
         self.engine = AsyncLLM(client=self.engine_client)
         self.options = options or ServeOptions()
         self._sock = Listener(port=0).open()
         self.port: int = self._sock.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.server = Server(self.engine, self.options)
+        self.url = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+        self.server = Server(self.engine, self.options, Listener(tls=tls))
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self._sock]}, daemon=True)
         headers = {"authorization": f"Bearer {self.options.api_keys[0]}"} if self.options.api_keys else {}
         self.client = httpx.Client(base_url=self.url, headers=headers, timeout=LONG, trust_env=False)
