@@ -32,8 +32,9 @@ test test-rest test-all: export CUDA_VISIBLE_DEVICES :=
 test test-rest test-all test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
-# Quiet, but for warnings: so a line says before how long it takes. Modules are compiled when they are first imported.
-PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check --quiet
+# On a terminal pip shows what it downloads, with its progress; in a log it is quiet, but for warnings: so a line says
+# before how long it takes. Modules are compiled when they are first imported.
+PIP := PIP_NO_COMPILE=1 $(BIN)/python -m pip --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 
 .PHONY: example model test test-rest test-all test-gpu check docs wheel pictures clean
 
@@ -81,7 +82,7 @@ $(VENV)/.installed-%: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("nanovllm needs Python >= 3.10, $(PYTHON) is " + sys.version.split()[0] + "; try make PYTHON=python3.12" if sys.version_info < (3, 10) else 0)'
 	@test -x $(BIN)/pip || { echo "Making the environment $(VENV) ..."; $(PYTHON) -m venv $(VENV); }
 ifdef WANT_CPU_TORCH
-	@echo "Installing PyTorch into $(VENV): some 200 MB to download, a minute or more without a message ..."
+	@echo "Installing PyTorch into $(VENV): some 200 MB to download, a minute or more ..."
 	@$(PIP) install "$(CPU_TORCH)" 2>/dev/null || echo "No CPU build of torch is offered here; pip takes the default one."
 endif
 	@$(if $(TORCH),$(PIP) install "$(TORCH)")

@@ -167,13 +167,15 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
         options = parser()  # imports PyTorch
     finally:
         status.clear()
-    args = options.parse_args(arguments)
+    args, unknown = options.parse_known_args(arguments)
     from nanovllm.bench import benchmark, launcher
-    from nanovllm.bench.command_line import engine_paths, names_in
+    from nanovllm.bench.command_line import check_drawing, engine_paths, names_in, unknown_options
     from nanovllm.bench.engines import ENGINES
     from nanovllm.environment import warn_of_misspelt
     from nanovllm.json_output import STDOUT, write_json
 
+    if unknown:
+        options.error(unknown_options(unknown, options.format_help()))
     if args.worker is not None:
         from nanovllm import LLM
         from nanovllm.early_exit import exit_with_parent
@@ -189,6 +191,7 @@ def main(arguments: list[str] | None = None, launch: Any = None) -> int:
         if args.history:
             return print_history(args)
         if args.report:
+            check_drawing(args.plots)
             return draw_reports(args)
         if args.tables:
             return write_tables(args)

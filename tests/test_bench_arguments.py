@@ -1,9 +1,12 @@
 """The arguments of `bench.py`: what is taken, and what is refused before anything is measured."""
 
+import importlib.util
+import re
+
 import pytest
 
 import bench
-from nanovllm.bench.command_line import check_model
+from nanovllm.bench.command_line import MEANT, check_drawing, check_model
 from tests.commands import Terminal
 
 
@@ -57,3 +60,55 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tiny_qwen3, tmp_path, ca
         assert bench.main([*common, *([] if "--profile" in arguments else ["--no-profile"]), *arguments]) == 2
         captured = capfd.readouterr()
         assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("--num-prompts 4", "--num-prompts: no such option; use --num-requests with --input-len and --output-len"),
+        ("--num_prompts=4", "--num_prompts: no such option; use --num-requests with"),
+        ("--batch-size 8", "--batch-size: no such option; use --workload bs8 (bs1, bs8, bs32, bs128), --num-requests"),
+        ("-tp 2", "-tp: no such option; use --tensor-parallel-size"),
+        ("--max-model-len 8k", "--max-model-len: no such option; leave it out: it follows from the workload"),
+        ("--work_load bs1", "--work_load: no such option; did you mean --workload?"),
+        ("--input_len 4", "--input_len: no such option; did you mean --input-len?"),
+        ("--zzz", "--zzz: no such option; `python bench.py --help` lists the options"),
+        ("bs1", "there is no option before bs1; write such as --workload bs1"),
+    ],
+)
+def test_an_unknown_option_says_which_there_is(line, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        bench.main([*line.split(), "--seed", "1"])
+    assert end.value.code == 2 and f": error: {said}" in capsys.readouterr().err
+
+
+def test_all_unknown_options_are_named(capsys):
+    with pytest.raises(SystemExit):
+        bench.main("--num-prompts 4 --seed 1 --modle x".split())
+    assert capsys.readouterr().err.splitlines()[-1] == "--modle: no such option; did you mean --model?"
+
+
+def test_what_is_meant_by_options_of_others_is_there():
+    there = bench.parser().format_help()
+    for option, meant in MEANT.items():
+        assert f"{option} " not in there
+        assert all(name in there for name in re.findall("--[a-z-]+", meant)), meant
+
+
+def test_pictures_that_cannot_be_drawn_are_said_at_once(tiny_qwen3, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, find=importlib.util.find_spec: find(name) if name != "matplotlib" else None,
+    )
+    common = ["--model", str(tiny_qwen3), "--device", "cpu", "--in-process", "--workload", "tiny", "--repeat", "1"]
+    common += ["--profile-dir", str(tmp_path)]
+    for arguments in ([*common, "--plots"], ["--report", "profile.json", "--plots"]):
+        assert bench.main(arguments) == 2
+        captured = capfd.readouterr()
+        remedy = "it needs matplotlib: pip install matplotlib, or leave --plots out"
+        assert captured.err == f"bench.py: --plots: {remedy}\n" and not captured.out
+    assert (
+        check_drawing(False) == "no page of the profile will be drawn, as it needs matplotlib: pip install matplotlib"
+    )
+    assert bench.main(["--report", "none.json"]) == 2 and "none.json: there is no such file" in capfd.readouterr().err

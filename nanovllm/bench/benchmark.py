@@ -148,6 +148,8 @@ class Benchmark:
             command_line.check_folder("--results", args.results, args.results)
         if args.profile and self._profiled() is not None:
             command_line.check_folder("--profile-dir", args.profile_dir, args.profile_dir)
+            if (line := command_line.check_drawing(args.plots)) is not None:
+                say(line)
         if args.save or args.check:
             names = {w.name for w in self.workloads}
             for path in results.kept_files(args.results):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import importlib.util
 import re
 import tempfile
 from collections.abc import Iterable
@@ -60,6 +62,62 @@ def check(args: argparse.Namespace) -> list[str]:
         check_model(args.model)
     check_priority(engine_options(args).get("kernel_priority", {}), "--kernels")
     return engines
+
+
+def check_drawing(plots: bool) -> str | None:
+    """A line if the page of a profile cannot be drawn here, for before anything is measured; None: it can.
+
+    Raises:
+        ValueError: plots, and they cannot be drawn.
+    """
+    if importlib.util.find_spec("matplotlib") is not None:
+        return None
+    remedy = "it needs matplotlib: pip install matplotlib"
+    if plots:
+        raise ValueError(f"--plots: {remedy}, or leave --plots out")
+    return f"no page of the profile will be drawn, as {remedy}"
+
+
+MEANT = {
+    "--num-prompts": "use --num-requests with --input-len and --output-len",
+    "--num-seqs": "use --num-requests with --input-len and --output-len, or --max-num-seqs for the most in a step",
+    "--batch-size": "use --workload bs8 (bs1, bs8, bs32, bs128), --num-requests for another number, or --max-num-seqs"
+    " for the most in a step",
+    "--max-concurrency": "use --max-num-seqs",
+    "--concurrency": "use --max-num-seqs",
+    "--random-input-len": "use --input-len",
+    "--random-output-len": "use --output-len",
+    "--prompt-len": "use --input-len",
+    "--max-tokens": "use --output-len",
+    "--request-rate": "use --rate",
+    "--num-iters": "use --repeat",
+    "--num-iters-warmup": "use --warmup",
+    "--iterations": "use --repeat",
+    "--output-json": "use --json",
+    "--tp": "use --tensor-parallel-size",
+    "-tp": "use --tensor-parallel-size",
+    "--max-model-len": "leave it out: it follows from the workload",
+    "--load-format": "leave it out: --model has weights of its own, --preset random ones",
+    "--dataset-name": "leave it out: prompts are random token ids",
+    "--dataset": "leave it out: prompts are random token ids",
+    "--dataset-path": "leave it out: prompts are random token ids",
+    "--backend": "use --engine",
+}
+"""Options of the benchmarks of vLLM and others."""
+
+
+def unknown_options(given: Iterable[str], help_text: str) -> str:
+    """What is said of words of the command line that no option takes. help_text: of the options that there are."""
+    options = [word.partition("=")[0] for word in given if re.match("--?[a-zA-Z]", word)]
+    if not options:
+        return f"there is no option before {' '.join(given)}; write such as --workload bs1"
+    known, lines = re.findall("--[a-z][a-z-]+", help_text), []
+    for option in options:
+        name = option.replace("_", "-")
+        near = name if name in known else (difflib.get_close_matches(name, known, n=1) or [""])[0]
+        meant = MEANT.get(name) or (f"did you mean {near}?" if near else "`python bench.py --help` lists the options")
+        lines.append(f"{option}: no such option; {meant}")
+    return "\n".join(lines)
 
 
 def peer_options(args: argparse.Namespace) -> dict[str, Any]:

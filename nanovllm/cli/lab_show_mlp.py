@@ -11,24 +11,28 @@ from nanovllm.cli.text_table import print_table
 from nanovllm.lab.mlp import Point, Sweeps
 from nanovllm.wording import counted
 
+_MANY = 10e12
+"""FLOP/s of a device's limit from which on rates are in TFLOP/s: a CPU's would be 0.00."""
+
 
 def show(result: Sweeps) -> None:
     """Print a table for each sweep, and the profiles of its ends."""
     b, rate = result.base, result.rates.matmul[result.dtype_name]
+    unit, of_unit = ("TFLOP/s", 1e12) if rate >= _MANY else ("GFLOP/s", 1e9)
     print(
         f"Training steps of an MLP in {result.dtype_name} on {result.rates.device}\n{counted(b.steps, 'step')}, "
         f"{counted(b.layers, 'layer')}, batch {b.batch}, dim {b.dim}; each table varies one of them\n"
-        f"measured limit of matrix products: {rate / 1e12:,.2f} TFLOP/s"
+        f"measured limit of matrix products: {rate / of_unit:,.2f} {unit}"
     )
     for name, points in result.points.items():
         rows = []
         for p in points:
             cells = [""] * 5 if p.seconds is None else [
                 f"{1e3 * p.seconds:,.3f}", *("" if r is None else f"x{r:.2f}" for r in (p.ratio, p.flops_ratio)),
-                f"{p.shape.flops / p.seconds / 1e12:,.2f}", f"{p.share:.0%}",
+                f"{p.shape.flops / p.seconds / of_unit:,.2f}", f"{p.share:.0%}",
             ]  # fmt: skip
             rows.append((f"{getattr(p.shape, name)}", *cells, p.reason or ""))
-        headings = (name, "ms", "time", "flops", "TFLOP/s", "of limit", "")
+        headings = (name, "ms", "time", "flops", unit, "of limit", "")
         print_table(headings, rows, ("",), f"\n{name}: the median run, host time included")
         if (line := in_words(name, points)) is not None:
             print(textwrap.fill(line, 80))

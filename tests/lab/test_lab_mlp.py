@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from nanovllm.cli.lab_show_mlp import in_words
+from nanovllm.cli.lab_show_mlp import in_words, show
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.lab import mlp
 from nanovllm.lab.mlp import SWEEPS, Point, Shape, TrainingRun, run_sweeps
@@ -48,6 +48,19 @@ def test_a_step_is_forward_and_backward():
     torch.testing.assert_close(loss, expected.detach())
     for got, want in zip(run.weights, weights):
         torch.testing.assert_close(got.grad, want.grad)  # of the last step alone, not the sum
+
+
+@pytest.mark.parametrize("limit, unit, rate", [(1e11, "GFLOP/s", "2.50"), (1e13, "TFLOP/s", "0.00")])
+def test_rates_have_the_unit_of_the_device(limit, unit, rate, capsys):
+    """A CPU's rates in TFLOP/s were 0.00."""
+    shape = Shape(steps=1, layers=2, batch=5, dim=50)
+    point = Point(shape, seconds=shape.flops / 2.5e9, ratio=1.0, flops_ratio=1.0, share=0.02)
+    rates = Rates("a test", 1e10, 1e10, 1e10, {"float32": limit})
+    show(mlp.Sweeps(rates, CPU, torch.float32, shape, {"batch": (point,)}))
+    printed = capsys.readouterr().out
+    assert f"limit of matrix products: {limit / {'G': 1e9, 'T': 1e12}[unit[0]]:.2f} {unit}" in printed
+    head, _, row = printed.splitlines()[-3:]
+    assert head.split()[-3:] == [unit, "of", "limit"] and row.split()[-2:] == [rate, "2%"]
 
 
 def test_sweeps_change_one_number_at_a_time():
