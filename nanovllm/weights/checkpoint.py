@@ -20,7 +20,7 @@ from nanovllm.weights import gguf
 from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json
 from nanovllm.weights.model_path import nearest, nowhere, path_of
-from nanovllm.weights.quantization import config as quantization_config
+from nanovllm.weights.quantization import quantization_config
 from nanovllm.weights.quantization.rules import Quantization
 from nanovllm.weights.safetensors_files import SECOND_COPY, Rename
 from nanovllm.weights.text_part import text_entries, text_tensor

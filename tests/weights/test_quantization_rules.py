@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from nanovllm.weights.quantization import config as quantization_config
+from nanovllm.weights.quantization import quantization_config
 from nanovllm.weights.quantization.integers import AwqStorage, GptqStorage, PackedIntStorage
 from nanovllm.weights.quantization.rules import ConfigSection, Rule
 from tests.weights.quantised_files import compressed

@@ -205,6 +205,22 @@ def gated(kind=WaitingGate):
     return FastPolicy.off(device_state=True, mask_thread=True, mask_gate=make_gate, **SMALL, **REPLAYED), made
 
 
+def far_behind(directory):
+    """(an engine whose thread fills masks, while its stream is far behind; its gate; what lets them be filled)"""
+    policy, made = gated()
+    llm = engine(directory, policy)
+    llm.engine.add_request(PROMPTS[0], PARAMS[0])
+    for _ in range(4):
+        llm.engine.step()
+    (gate,) = made
+    gate.wait = gate.waited.append  # now the stream falls far behind
+    may_fill = threading.Event()
+    fill_slowly(llm, lambda: may_fill.wait(SECONDS))
+    llm.engine.step()
+    assert not gate.is_open(gate.waited[-1])
+    return llm, gate, may_fill
+
+
 @pytest.fixture(scope="module")
 def expected(directory):
     return generate(engine(directory, FastPolicy.off(), asynchronous=False), PROMPTS, PARAMS)
@@ -264,18 +280,8 @@ def test_interrupts_of_an_engine(directory, expected):
 
 
 def test_an_engine_that_is_dropped_in_a_step(directory):
-    policy, made = gated()
-    llm = engine(directory, policy)
-    llm.engine.add_request(PROMPTS[0], PARAMS[0])
-    for _ in range(4):
-        llm.engine.step()
-    (gate,) = made
-    gate.wait = gate.waited.append  # now the stream falls far behind
-    may_fill = threading.Event()
-    fill_slowly(llm, lambda: may_fill.wait(SECONDS))
-    llm.engine.step()
+    llm, gate, may_fill = far_behind(directory)
     waited = gate.waited[-1]
-    assert not gate.is_open(waited)
     threading.Timer(0.1, may_fill.set).start()
     del llm
     gc.collect()

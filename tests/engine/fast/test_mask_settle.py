@@ -5,26 +5,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engine.fast.gates import SECONDS, RecordingGate, fill_slowly
-from tests.engine.fast.test_mask_gate import builder_with, gated
-from tests.engine.fast.test_mask_thread import PARAMS, PROMPTS, engine
+from tests.engine.fast.gates import SECONDS, RecordingGate
+from tests.engine.fast.test_mask_gate import builder_with, far_behind
+from tests.engine.fast.test_mask_thread import PARAMS, PROMPTS
 from tests.engine.test_token_masks import allowed, row
 
 
 @pytest.fixture
 def behind(directory):
-    """(an engine whose thread fills masks, while its stream is far behind; its gate; what lets them be filled)"""
-    policy, made = gated()
-    llm = engine(directory, policy)
-    llm.engine.add_request(PROMPTS[0], PARAMS[0])
-    for _ in range(4):
-        llm.engine.step()
-    (gate,) = made
-    gate.wait = gate.waited.append
-    may_fill = threading.Event()
-    fill_slowly(llm, lambda: may_fill.wait(SECONDS))
-    llm.engine.step()
-    assert not gate.is_open(gate.waited[-1])
+    llm, gate, may_fill = far_behind(directory)
     yield llm, gate, may_fill
     may_fill.set()
 
