@@ -36,6 +36,14 @@ def test_tests_that_pass_no_more_are_named(tmp_path, monkeypatch, capsys):
     assert "passes no more: c" in printed and "no more: b" not in printed
 
 
+def test_nothing_to_compare_is_no_success(tmp_path, monkeypatch, capsys):
+    """As where the tests cannot be imported."""
+    (tmp_path / "test_modeling_common.py").touch()
+    monkeypatch.setattr(transformers_tests, "results", lambda where, files, patched, rest: {"llama": "failed"})
+    assert main([str(tmp_path), "--models", "llama"]) == 1
+    assert "nothing to compare" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [(["{}", "--models", "bert"], "unknown 'bert'"), (["{}/models"], "has no test_modeling_common.py")],
