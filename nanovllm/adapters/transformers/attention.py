@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from nanovllm.adapters.transformers.own_masks import computes_with_masks
 from nanovllm.adapters.transformers.selected import Call, differentiated
 from nanovllm.kernels import attention_dense
 from nanovllm.kernels.extra.attention_dense import dense_mask
@@ -27,6 +28,8 @@ CALL = "_nanovllm_attention"
 """Of an attention module of a patched model: what was `Chosen` for it."""
 RECORD = "_nanovllm_record"
 """Of a stand-in of an attention module: a list that takes a call's arguments in place of computing it."""
+WINDOW = "_nanovllm_window"
+"""Of a plan: its window, or None. Some attention modules do not hand theirs on, and others name one of no effect."""
 
 logger = logging.getLogger(__name__)
 Tensor = torch.Tensor
@@ -82,14 +85,15 @@ def attention(
         ValueError: attention sinks (`s_aux`), or a plan for other queries or keys.
     """
     if RECORD in module.__dict__:
-        module.__dict__[RECORD].append(
-            (query, key, value, {**kwargs, "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap})
-        )
+        given = {**kwargs, "scaling": scaling, "sliding_window": sliding_window, "softcap": softcap}
+        module.__dict__[RECORD].append((query, key, value, attention_mask, given))
         return query.transpose(1, 2), None
     if kwargs.get("s_aux") is not None:
         raise ValueError('attn_implementation="nanovllm" has no attention sinks (s_aux); use "eager" for this model')
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     plan = _plan_of(attention_mask, query, key)
+    if plan is not None and not torch.compiler.is_compiling():
+        sliding_window = getattr(attention_mask, WINDOW, sliding_window)
     reason = None if plan is None else _unsuited(query, key, value, kwargs)
     if attention_mask is not None and plan is None:
         of = f"{str(attention_mask.dtype).removeprefix('torch.')} {list(attention_mask.shape)}"
@@ -164,9 +168,11 @@ def _by_pytorch(
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     scores = soft_cap * torch.tanh((query @ key.mT) * kwargs["scaling"] / soft_cap)
     queries, length = scores.shape[-2:]
-    if mask is None:
+    causal = kwargs.get("is_causal")
+    if mask is None and (getattr(module, "is_causal", True) if causal is None else causal):
         mask = torch.ones(queries, length, dtype=torch.bool, device=scores.device).tril(length - queries)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     weights = F.dropout(weights, kwargs["dropout"], module.training)
     return (weights @ value).transpose(1, 2).contiguous(), None
@@ -186,9 +192,10 @@ def plan_mask(
     mask_function: Callable[..., Any] | None = None,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
+    config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """A mask function of transformers: a plan, or for what is not causal the mask that `sdpa` takes.
+    """A mask function of transformers: a plan, or the mask that `sdpa` takes, for what is not causal and for own masks.
 
     Args:
         q_offset, kv_offset: positions of the first query and of the first key.
@@ -206,14 +213,25 @@ def plan_mask(
         return sdpa_mask(batch_size, q_length, kv_length, **given)
 
     windowed = function is not causal_mask_function
+    if computes_with_masks(config):
+        return as_sdpa()
     if windowed and (torch.compiler.is_compiling() or not is_sliding_window(function)):
         return as_sdpa()
+    if windowed and not (attention_mask is None or _holes_are_in_front(attention_mask, q_offset)):
+        return as_sdpa()  # a window counts padding that lies within it
     # Where each query stands among the keys: [queries] or, if the cache's length is on the device, a tensor too.
     places = torch.arange(q_length, device=device, dtype=torch.int32) + (q_offset - kv_offset)
+    plan = _plan(places, batch_size, kv_length, kv_offset, attention_mask)
+    if not torch.compiler.is_compiling() and ("local_size" in kwargs or not windowed):
+        setattr(plan, WINDOW, kwargs["local_size"] if windowed else None)
+    return plan
+
+
+def _plan(places: Tensor, batch_size: int, kv_length: int, kv_offset: int, attention_mask: Tensor | None) -> Tensor:
+    """The plan of queries that stand at these places among the keys."""
+    q_length = len(places)
     if attention_mask is None or _is_full(attention_mask):
         return (places + 1).to(torch.int32).expand(batch_size, q_length)[:, None, None]
-    if windowed and not _holes_are_in_front(attention_mask, q_offset):
-        return as_sdpa()  # a window counts padding that lies within it
     real = F.pad(attention_mask, (0, max(0, kv_offset + kv_length - attention_mask.shape[1])))
     real = real[:, kv_offset : kv_offset + kv_length]
     at = places.long().clamp(0, kv_length - 1)

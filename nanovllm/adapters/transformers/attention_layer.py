@@ -185,16 +185,18 @@ def _probed(module: Any, kind: AttentionKind) -> AttentionKind | str:
     x = random(2, 3, weight.shape[1], **like)
     angles = random(2, 3, kind.head_dim // 2, seed=1)
     cos, sin = (torch.cat((f(angles), f(angles)), -1).to(**like) for f in (torch.cos, torch.sin))
-    extra = object()
+    extra, mask = object(), torch.ones(2, 1, 3, 3, dtype=torch.bool, device=weight.device).tril()
     try:
-        out = run(own, x, position_embeddings=(cos, sin), attention_mask=None, nanovllm_extra=extra)
+        out = run(own, x, position_embeddings=(cos, sin), attention_mask=mask, nanovllm_extra=extra)
     except Exception as error:  # code of others, with arguments that it may not have
         return f"its forward could not be run ({type(error).__name__})"
     if len(recorded) != 1 or not isinstance(out, tuple) or len(out) != 2:
         return "its forward gives other results"
-    *got, given = recorded[0]
+    *got, got_mask, given = recorded[0]
     if given.pop("nanovllm_extra", None) is not extra:
         return "its forward does not pass its other arguments on"
+    if got_mask is not mask:
+        return "it computes with the mask"
     from nanovllm.kernels import qk_norm_rope, rotary_embedding
 
     rope = Call("rotary_embedding", "native", rotary_embedding.native)

@@ -90,9 +90,8 @@ def _made(
     kernels = selection.kernels(next(layers[0].parameters()).device)
     kind = parts[layers[0]._modules[layer_kind.attention]][0]
     rotate = "qk_norm_rope" if kind.head_norm is not None else "rotary_embedding"
-    wanted = rotate, "rms_norm", "add_rms_norm", "attention_dense"
-    if missing := [op for op in wanted if op not in selection.wanted]:
-        return f"it needs {', '.join(missing)}, too"
+    if rotate not in selection.wanted:
+        return f"it needs {rotate}, too"
     weights = _weights(layers, layer_kind, parts)
     if weights is None:
         return "its projections of results are no plain linear layers"

@@ -22,6 +22,7 @@ from nanovllm.adapters.transformers.decoder_layer import layer_forward, recognis
 from nanovllm.adapters.transformers.find_stack import layer_lists, stack_of
 from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forward
 from nanovllm.adapters.transformers.norms import Norms, norm_forward, unsuited_norm
+from nanovllm.adapters.transformers.own_masks import computes_with_masks
 from nanovllm.adapters.transformers.patches import Packed, Patches, foreign_forward
 from nanovllm.adapters.transformers.probe import hooked, is_linear, plain_parameter
 from nanovllm.adapters.transformers.report import Outcomes
@@ -77,6 +78,10 @@ class Replacing:
 
     def stacks(self, captures: bool) -> None:
         """Let each list of decoder layers that can be one loop be one. The attention functions have been chosen."""
+        wanted = self._selection.wanted
+        missing = [op for op in ("rms_norm", "add_rms_norm", "attention_dense") if op not in wanted]
+        if "attention_decode" in wanted and missing:
+            return self._outcomes.left(self._model, "attention_decode", f"it needs {', '.join(missing)}, too")
         for owner, name, layers in layer_lists(self._model, self._parts):
             made: Stack | str = "a part of its layers is excluded"
             if not any(m in self._excluded for m in (owner, *(m for layer in layers for m in layer.modules()))):
@@ -94,7 +99,12 @@ class Replacing:
 
     def attention_modules(self) -> list[tuple[Any, Call | str]]:
         """The attention modules, and what computes the attention of each, or why it is left alone."""
-        return [(m, self._call("attention_dense", next(m.parameters()))) for m in self._attention]
+        return [(m, self._attention_call(m)) for m in self._attention]
+
+    def _attention_call(self, module: Any) -> Call | str:
+        if computes_with_masks(module.config):
+            return "attention of its model computes with masks"
+        return self._call("attention_dense", next(module.parameters()))
 
     def choose(self, module: nn.Module, call: Call) -> None:
         """Let a module's attention function run this provider."""

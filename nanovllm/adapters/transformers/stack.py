@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import CACHES, capturing, with_plan
+from nanovllm.adapters.transformers.attention import CACHES, WINDOW, capturing, with_plan
 from nanovllm.adapters.transformers.attention_layer import AttentionKind
 from nanovllm.adapters.transformers.decode_state import (
     CapturedSteps,
@@ -158,7 +158,7 @@ class Stack:
             return None
         if torch.is_autocast_enabled(x.device.type) or self._config.num_hidden_layers != len(self._layers):
             return None
-        if getattr(cache, "offloading", False) or not self._unchanged():
+        if getattr(cache, "offloading", False) or getattr(plan, WINDOW, None) is not None or not self._unchanged():
             return None
         of_cache = getattr(cache, "layers", ())
         layers = [of_cache[slot] for slot in self.slots if slot < len(of_cache)]
