@@ -10,10 +10,11 @@ from torch import nn
 
 from nanovllm.adapters.transformers.attention import NAME, register_attention
 from nanovllm.adapters.transformers.compiled import compile_own_code
-from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches
+from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches, put_in_here
 from nanovllm.adapters.transformers.replace import Replacing
 from nanovllm.adapters.transformers.report import Outcomes, Report
 from nanovllm.adapters.transformers.selected import Selection
+from nanovllm.arguments import did_you_mean
 from nanovllm.wording import brief
 
 logger = logging.getLogger(__name__)
@@ -48,15 +49,17 @@ def apply(
         What was replaced and what was left, and why. `report.undo()` takes it back, as does `with apply(model):`.
 
     Raises:
-        TypeError: the model is no module.
-        ValueError: an unknown op or provider, a name in `exclude` that the model does not have, a model that was
-            changed already, or one without weights (on the device "meta").
+        TypeError: the model is no module, or `ops` or `exclude` has another type.
+        ValueError: an unknown op or provider, no op at all, a name in `exclude` that the model does not have, a model
+            that was changed already, or one without weights (on the device "meta").
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, such as a model of transformers, not {brief(model)}")
     selection = Selection.of(ops)
     if any(module.__dict__.get(ATTRIBUTE) is not None for module in model.modules()):
         raise ValueError("model: nanovllm was applied to it before; call undo(model) first")
+    if any(put_in_here(module) for module in model.modules()):
+        raise ValueError("model: nanovllm was applied to a model that contains it; undo that first")
     parameters = list(model.parameters())
     if parameters and all(parameter.is_meta for parameter in parameters):
         raise ValueError('model: its weights are on the device "meta", so there is nothing to compute; load them first')
@@ -76,7 +79,7 @@ def apply(
     if report.replaced and not selection.explicit:
         notes.append("Under torch.compile the attention alone is put in. To have other ops there, name them: ops=OPS.")
     if not report.rows:
-        notes.append("no module of the model computes anything that an op computes")
+        notes.append("no module of the model computes anything that " + selection.described)
     if not report.replaced:
         logger.warning("nothing was replaced in %s; print the report to see why", type(model).__name__)
     return report
@@ -97,10 +100,15 @@ def undo(model: nn.Module) -> None:
 def _excluded(model: nn.Module, exclude: Iterable[str]) -> set[nn.Module]:
     """The modules named, and all within them."""
     excluded: set[nn.Module] = set()
-    for name in [exclude] if isinstance(exclude, str) else exclude:
+    names = [exclude] if isinstance(exclude, str) else list(exclude) if isinstance(exclude, Iterable) else [exclude]
+    if others := [name for name in names if not isinstance(name, str)]:
+        raise TypeError(f"exclude: expected names of modules or of classes of them, not {brief(others[0])}")
+    for name in names:
         found = [m for path, m in model.named_modules() if name in (path, type(m).__name__)]
         if not found:
-            raise ValueError(f"exclude: the model has no module and no class of modules {name!r}")
+            known = {n for path, m in model.named_modules() for n in (path, type(m).__name__) if n}
+            meant = f"; {question}" if (question := did_you_mean(name, known)) else ""
+            raise ValueError(f"exclude: the model has no module and no class of modules {name!r}{meant}")
         for module in found:
             excluded.update(module.modules())
     return excluded

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -17,6 +18,8 @@ from nanovllm.adapters.transformers.probe import hooked, plain_parameter
 ATTRIBUTE = "_nanovllm_patches"
 """Of a patched model: its `Patches`."""
 _SLOTS = ("forward", "_old_forward")
+_PUT_IN: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""The forwards that are in models now."""
 
 
 @dataclass
@@ -98,6 +101,7 @@ class Patches:
         (`device_map`) wraps a module's forward and keeps the one within as `_old_forward`. That one is replaced, so
         that its hooks still move tensors.
         """
+        _PUT_IN.add(forward)
         self.set_attribute(module, forward_slot(module), MethodType(forward, module))
 
     def join(self, parameters: Sequence[nn.Parameter]) -> nn.Parameter:
@@ -120,6 +124,12 @@ def foreign_forward(module: nn.Module) -> str | None:
     if given is None or getattr(given, "__func__", None) is type(module).forward:
         return None
     return "its forward was replaced by other code"
+
+
+def put_in_here(module: nn.Module) -> bool:
+    """Whether a module's forward is one that `Patches.set_forward` set."""
+    given = module.__dict__.get(forward_slot(module))
+    return getattr(given, "__func__", None) in _PUT_IN
 
 
 class Packed:

@@ -11,6 +11,7 @@ import torch
 from nanovllm.arguments import reject_unknown
 from nanovllm.kernels import Kernels, all_ops, resolve_kernels
 from nanovllm.kernels.op.priority import checked_priority
+from nanovllm.wording import brief
 
 OPS = (
     "rms_norm", "add_rms_norm", "qk_norm_rope", "rotary_embedding", "attention_dense", "attention_decode",
@@ -62,9 +63,13 @@ class Selection:
         """The argument `ops` of `apply`, checked. ValueError for an unknown op."""
         if ops is None:
             return Selection(dict.fromkeys(OPS, ()), explicit=False)
+        if not isinstance(ops, Iterable):
+            raise TypeError(f"ops: expected names of ops, or a mapping from these to providers, not {brief(ops)}")
         named: Mapping[str, Any] = (
             ops if isinstance(ops, Mapping) else dict.fromkeys([ops] if isinstance(ops, str) else ops, ())
         )
+        if not named:
+            raise ValueError(f"ops: names no op; leave it out, or name some of {', '.join(OPS)}")
         try:
             reject_unknown("ops", named, OPS)
         except TypeError as error:
@@ -74,6 +79,11 @@ class Selection:
         wanted = {op: (given,) if isinstance(given, str) else given for op, given in named.items()}
         checked = checked_priority({op: given for op, given in wanted.items() if given != ()}, "ops", all_ops())
         return Selection({op: tuple(checked.get(op, ())) for op in wanted}, explicit=True)
+
+    @property
+    def described(self) -> str:
+        """The ops, as the end of a sentence about what modules compute."""
+        return f"{' or '.join(self.wanted)} computes" if self.explicit else "an op computes"
 
     def call(self, op: str, device: torch.device) -> Call | str:
         """The op on a device, or why it is left alone.

@@ -108,10 +108,15 @@ def test_an_error_leaves_the_model_as_it_was(model):
         ({"ops": {"rms_norm": "tritn"}}, "^ops names 'tritn', but the providers of 'rms_norm' are native"),
         ({"ops": {"rms_norm": 3}}, "^ops: 'rms_norm' is given 3; must be the names of providers"),
         ({"exclude": ["lm_tail"]}, "no module and no class of modules 'lm_tail'"),
+        ({"exclude": ["lm_heads"]}, "no class of modules 'lm_heads'; did you mean 'lm_head'"),
+        ({"exclude": [3]}, "^exclude: expected names of modules or of classes of them, not 3"),
+        ({"exclude": 3}, "^exclude: expected names of modules or of classes of them, not 3"),
+        ({"ops": 3}, "^ops: expected names of ops, or a mapping from these to providers, not 3"),
+        ({"ops": []}, "^ops: names no op; leave it out, or name some of rms_norm"),
     ],
 )
 def test_wrong_names(arguments, message, model):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         apply(model, **arguments)
     assert apply(model, ops=OPS).replaced  # nothing stayed behind
 
@@ -146,6 +151,19 @@ def test_wrong_models(model, caplog):
     report = apply(nn.Sequential(nn.Conv1d(1, 1, 1), nn.LayerNorm(4)), ops=OPS)
     assert not report.rows and "no module of the model computes anything" in str(report)
     assert "nothing was replaced in Sequential" in caplog.text
+
+
+def test_a_part_of_a_patched_model_is_refused(model):
+    with apply(model, ops=OPS), pytest.raises(ValueError, match="applied to a model that contains it; undo that first"):
+        apply(model.model, ops=OPS)
+    apply(model.model, ops=OPS)
+
+
+def test_the_report_says_what_ops_are_missing(model):
+    report = apply(model, ops=["attention_decode", "rms_norm"])
+    assert [row.why for row in report.left] == ["it needs add_rms_norm, attention_dense, too"]
+    report.undo()
+    assert "computes anything that gelu_and_mul computes" in str(apply(model, ops="gelu_and_mul"))
 
 
 def test_training_runs_the_models_own_code():
