@@ -31,13 +31,48 @@ constexpr bool CAN_ROUND = true;  // the processor multiplies pairs of bfloat16
 constexpr bool CAN_ROUND = false;
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__) && !defined(__AVXVNNI__)
+constexpr bool ONLY_AVX2 = true;
+#else
+constexpr bool ONLY_AVX2 = false;
+#endif
+// A group's products with parts 1 and 2 can be one sum, in units of 256: the upper two fit in 32 bits.
+template <int P>
+constexpr int DIGITS = P == 1 ? 1 : 2;
+// Activations as pairs of words of 16 bits [digit][odd][v]: columns 4 v and 4 v + 2, or those after them.
+template <int P>
+using Words = int32_t[DIGITS<P>][2][GROUP / 4];
+// Whether they are kept, since making them for each tile takes a tenth of its time.
+template <int P>
+constexpr bool KEEPS_WORDS = ONLY_AVX2 && P == EXACT_PARTS;
+
 // 32 activations of a token as integers of P parts: x = step * (parts[0] + 256 parts[1] + 65536 parts[2]).
 template <int P>
 struct alignas(64) Integers {
     int8_t parts[P][GROUP];
     int32_t sums[2][P];  // of each 16 elements of a part
     float step, sum;     // sum: of the activations
+    Words<P> words[KEEPS_WORDS<P> ? 1 : 0];
 };
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// Digit 0 is part 0, and digit 1 is 256 times part 2 plus part 1, which is below 2^15 as part 2 is 127 at most.
+template <int P>
+inline void to_words(const Integers<P>& x, Words<P>& to) {
+    auto words_of = [&](int p, int odd) {
+        const __m256i part = _mm256_load_si256((const __m256i*)x.parts[p]);
+        return _mm256_srai_epi16(odd ? part : _mm256_slli_epi16(part, 8), 8);
+    };
+    for (int odd = 0; odd < 2; odd++) {
+        _mm256_storeu_si256((__m256i*)to[0][odd], words_of(0, odd));
+        if constexpr (P > 1) {
+            const __m256i part = _mm256_load_si256((const __m256i*)x.parts[2]);
+            const __m256i upper = odd ? _mm256_andnot_si256(_mm256_set1_epi16(255), part) : _mm256_slli_epi16(part, 8);
+            _mm256_storeu_si256((__m256i*)to[1][odd], _mm256_add_epi16(words_of(1, odd), upper));
+        }
+    }
+}
+#endif
 
 // What a register of AMX loads: 32 activations of 16 tokens as bfloat16, one after the other.
 struct alignas(64) Split {
@@ -136,6 +171,7 @@ class Activations {
         const int32_t total = factor > 0 ? sum(whole[0] + whole[1]) : 0;  // NaN and infinity are -2^31: no sum fits
         to.step = most / limit;
         to.sum = to.step * (float)total;
+        if constexpr (KEEPS_WORDS<P>) to_words(to, to.words[0]);
     }
 
     // Rounds to the nearest, ties to even. Subnormals become zeros, here and in products of pairs.

@@ -18,12 +18,18 @@ inline int32_t four_at(const int8_t* from) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
 typedef float Eight __attribute__((vector_size(32), may_alias));  // rows
 
-// A group's products with parts 1 and 2 are one sum, in units of 256: the upper two fit in 32 bits.
-template <int P>
-constexpr int DIGITS = P == 1 ? 1 : 2;
+// With AVX2 alone GCC makes functions of some of these, which pass sums in memory, once there are all formats.
+#if defined(__AVX512F__) || defined(__AVXVNNI__)
+#define NANOVLLM_INLINE inline
+#else
+#define NANOVLLM_INLINE inline __attribute__((always_inline))
+#endif
 
 // GCC adds integers in pairs, and the pairs in pairs: that takes more registers than there are.
 inline void in_this_order(__m256i& sum) { asm("" : "+x"(sum)); }
+
+// Else GCC loads codes anew for each product.
+inline void in_registers(__m256i (&codes)[2]) { asm("" : "+x"(codes[0]), "+x"(codes[1])); }
 
 #if defined(__AVXVNNI__)
 constexpr bool MULTIPLIES_BYTES = true;
@@ -36,10 +42,14 @@ constexpr int FIT = 32767 / (256 * TOP);
 // Whether codes are multiplied as words of 16 bits: where not even one fits.
 template <int TOP>
 constexpr bool BY_WORDS = !MULTIPLIES_BYTES && FIT<TOP> == 0;
+// Whether a group's exact products are a function of their own, which has all 16 registers. Within a tile's loops GCC keeps
+// scales of a whole super-block in four of them, and writes sums to the stack. Words of one token take the loops well.
+template <int TOP, int P, int M>
+constexpr bool ALONE = ONLY_AVX2 && P > 1 && !(BY_WORDS<TOP> && M == 1);
 
 // sums[rows] += codes [COUNT] of rows 8 * rows and on times the activations from column `first` on.
-template <int TOP, int COUNT, int P>
-inline void dots_of_bytes(const Codes* codes, const Integers<P>& x, int first, __m256i (&sums)[2][DIGITS<P>]) {
+template <bool ALONE, int TOP, int COUNT, int P>
+NANOVLLM_INLINE void dots_of_bytes(const Codes* codes, const Integers<P>& x, int first, __m256i (&sums)[2][DIGITS<P>]) {
     __m256i total[2][P] = {};
     const __m256i ones = _mm256_set1_epi16(1);
     constexpr int RUN = MULTIPLIES_BYTES || FIT<TOP> >= COUNT ? COUNT : FIT<TOP>;
@@ -48,8 +58,9 @@ inline void dots_of_bytes(const Codes* codes, const Integers<P>& x, int first, _
         __m256i run[2][P];
 #pragma GCC unroll 8
         for (int v = begin; v < begin + RUN; v++) {
-            const __m256i code[2] = {_mm256_loadu_si256((const __m256i*)(codes + v)),
-                                     _mm256_loadu_si256((const __m256i*)(codes + v) + 1)};
+            __m256i code[2] = {_mm256_loadu_si256((const __m256i*)(codes + v)),
+                               _mm256_loadu_si256((const __m256i*)(codes + v) + 1)};
+            if constexpr (ALONE) in_registers(code);
 #pragma GCC unroll 3
             for (int p = 0; p < P; p++) {
                 const __m256i part = _mm256_set1_epi32(four_at(x.parts[p] + first + 4 * v));
@@ -85,38 +96,28 @@ inline void dots_of_bytes(const Codes* codes, const Integers<P>& x, int first, _
 struct CodeWords {
     __m256i at[VECTORS][2][2];  // [v][which two columns][rows]
 };
-inline __m256i words_of(const Codes& codes, int odd, int rows) {
+NANOVLLM_INLINE __m256i words_of(const Codes& codes, int odd, int rows) {
     const __m256i both = _mm256_loadu_si256((const __m256i*)&codes + rows);
     return odd ? _mm256_srli_epi16(both, 8) : _mm256_and_si256(both, _mm256_set1_epi16(255));
 }
-inline void to_words(const Codes* codes, CodeWords& to) {
+NANOVLLM_INLINE void codes_to_words(const Codes* codes, CodeWords& to) {
     for (int v = 0; v < VECTORS; v++)
         for (int odd = 0; odd < 2; odd++)
             for (int rows = 0; rows < 2; rows++) to.at[v][odd][rows] = words_of(codes[v], odd, rows);
 }
 
 // The same of a whole group by words, which `word(v, odd, rows)` returns.
-template <int P, typename Word>
-inline void dots_of_words(Word&& word, const Integers<P>& x, __m256i (&sums)[2][DIGITS<P>]) {
-    // The activations as words: part 0, and 256 times part 2 plus part 1, which is below 2^15 as part 2 is 127 at most.
-    alignas(32) int32_t pairs[DIGITS<P>][2][VECTORS];
-    auto words_at = [&](int p, int odd) {
-        const __m256i part = _mm256_load_si256((const __m256i*)x.parts[p]);
-        return _mm256_srai_epi16(odd ? part : _mm256_slli_epi16(part, 8), 8);
-    };
-    for (int odd = 0; odd < 2; odd++) {
-        _mm256_store_si256((__m256i*)pairs[0][odd], words_at(0, odd));
-        if constexpr (P > 1) {
-            const __m256i part = _mm256_load_si256((const __m256i*)x.parts[2]);
-            const __m256i upper = odd ? _mm256_andnot_si256(_mm256_set1_epi16(255), part) : _mm256_slli_epi16(part, 8);
-            _mm256_store_si256((__m256i*)pairs[1][odd], _mm256_add_epi16(words_at(1, odd), upper));
-        }
-    }
+template <bool ALONE, int P, typename Word>
+NANOVLLM_INLINE void dots_of_words(Word&& word, const Integers<P>& x, __m256i (&sums)[2][DIGITS<P>]) {
+    alignas(32) Words<P> made;
+    if constexpr (!KEEPS_WORDS<P>) to_words(x, made);
+    const Words<P>& pairs = KEEPS_WORDS<P> ? x.words[0] : made;
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++)
 #pragma GCC unroll 2
         for (int odd = 0; odd < 2; odd++) {
-            const __m256i words[2] = {word(v, odd, 0), word(v, odd, 1)};
+            __m256i words[2] = {word(v, odd, 0), word(v, odd, 1)};
+            if constexpr (ALONE) in_registers(words);
 #pragma GCC unroll 2
             for (int digit = 0; digit < DIGITS<P>; digit++) {
                 const __m256i pair = _mm256_set1_epi32(pairs[digit][odd][v]);
@@ -132,12 +133,13 @@ inline void dots_of_words(Word&& word, const Integers<P>& x, __m256i (&sums)[2][
 // acc[m] += scales * codes of a group times group x[m * stride] of M tokens, plus `minimum` times its sum. HALVES: 2 if
 // each 16 columns have a scale.
 template <int TOP, int CENTRE, int HALVES, bool MINIMUM, int P, int M>
-inline void group_of_eights(const Codes* codes, const Rows* scales, const Rows& minimum, const Integers<P>* x,
+NANOVLLM_INLINE void group_of_eights(const Codes* codes, const Rows* scales, const Rows& minimum, const Integers<P>* x,
                             int64_t stride, Floats* acc) {
     constexpr int COUNT = VECTORS / HALVES;
     static_assert(!BY_WORDS<TOP> || HALVES == 1);
+    constexpr bool IS_ALONE = ALONE<TOP, P, M>;
     CodeWords words;
-    if constexpr (BY_WORDS<TOP> && M > 1) to_words(codes, words);
+    if constexpr (BY_WORDS<TOP> && M > 1) codes_to_words(codes, words);
     for (int m = 0; m < M; m++) {
         const Codes* from = codes;
         const CodeWords* wide = &words;
@@ -151,9 +153,12 @@ inline void group_of_eights(const Codes* codes, const Rows* scales, const Rows& 
             auto sum_of = [&](int p) { return HALVES == 2 ? of.sums[h][p] : of.sums[0][p] + of.sums[1][p]; };
             sums[0][0] = sums[1][0] = _mm256_set1_epi32(CENTRE ? -CENTRE * sum_of(0) : 0);
             if constexpr (P > 1) sums[0][1] = sums[1][1] = _mm256_set1_epi32(CENTRE ? -CENTRE * (sum_of(1) + 256 * sum_of(2)) : 0);
-            if constexpr (!BY_WORDS<TOP>) dots_of_bytes<TOP, COUNT>(from + h * COUNT, of, 4 * h * COUNT, sums);
-            else if constexpr (M > 1) dots_of_words([&](int v, int odd, int rows) { return wide->at[v][odd][rows]; }, of, sums);
-            else dots_of_words([&](int v, int odd, int rows) { return words_of(from[v], odd, rows); }, of, sums);
+            if constexpr (!BY_WORDS<TOP>) dots_of_bytes<IS_ALONE, TOP, COUNT>(from + h * COUNT, of, 4 * h * COUNT, sums);
+            else
+                dots_of_words<IS_ALONE>([&](int v, int odd, int rows) {
+                    if constexpr (M > 1) return wide->at[v][odd][rows];
+                    else return words_of(from[v], odd, rows);
+                }, of, sums);
 #pragma GCC unroll 2
             for (int rows = 0; rows < 2; rows++) {
                 Eight sum = (Eight)_mm256_cvtepi32_ps(sums[rows][0]);
@@ -163,6 +168,12 @@ inline void group_of_eights(const Codes* codes, const Rows* scales, const Rows& 
         }
         if (MINIMUM) add_product(acc[m], minimum, of.sum);
     }
+}
+
+template <int TOP, int CENTRE, int HALVES, bool MINIMUM, int P, int M>
+__attribute__((noinline)) void group_of_eights_alone(const Codes* codes, const Rows* scales, const Rows& minimum,
+                                                     const Integers<P>* x, int64_t stride, Floats* acc) {
+    group_of_eights<TOP, CENTRE, HALVES, MINIMUM, P, M>(codes, scales, minimum, x, stride, acc);
 }
 #endif
 

@@ -24,7 +24,9 @@ inline void group_times(const uint8_t* block, int j, const Codes* codes, const R
     constexpr int HALVES = T::SCALES;
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
     const Rows minimum = T::MINIMUM ? T::minimum(block, j) : Rows(Floats{});
-    group_of_eights<T::TOP, T::CENTRE, HALVES, T::MINIMUM, P, M>(codes, scales, minimum, x, stride, acc);
+    if constexpr (ALONE<T::TOP, P, M>)
+        group_of_eights_alone<T::TOP, T::CENTRE, HALVES, T::MINIMUM, P, M>(codes, scales, minimum, x, stride, acc);
+    else group_of_eights<T::TOP, T::CENTRE, HALVES, T::MINIMUM, P, M>(codes, scales, minimum, x, stride, acc);
 #else
     Ints sums[HALVES][M][P];
     for (int m = 0; m < M; m++)
