@@ -28,7 +28,8 @@ from nanovllm.cli.serve_options import (
 from nanovllm.config import EngineConfig
 from nanovllm.serve.options import ServeOptions
 from tests import tiny
-from tests.serve.running import LONG, wait_until
+from tests.serve.running import LONG
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from benchmarks.serving.result_file import OFFLINE, OURS, ResultFile, tables
 from benchmarks.serving.server_process import ServerFailed, ServerProcess
 from nanovllm import LLM, SamplingParams
 from tests import tiny
-from tests.serve.running import wait_until
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
 from benchmarks.serving.vllm_tests import RemoteOpenAIServer, bounded, known_options
-from tests.serve.running import wait_until
+from tests.waiting import wait_until
 
 PROGRAM = """
 import pathlib, sys, time

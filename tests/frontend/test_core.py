@@ -9,6 +9,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.frontend.core import EngineCore
 from nanovllm.frontend.core_messages import AbortRequest, StartRequest, params_to_send
 from tests import tiny
+from tests.waiting import wait_until
 
 pytest.importorskip("llguidance", reason='pip install "nanovllm[structured]"')
 PLAIN = params_to_send(SamplingParams(max_tokens=5, ignore_eos=True))
@@ -52,15 +53,6 @@ def ends(told):
 
 def failed(told):
     return {key: (kind, said) for outputs in told for key, kind, said in outputs.failed}
-
-
-def wait_until(condition):
-    tick = threading.Event()
-    for _ in range(12_000):
-        if condition():
-            return
-        tick.wait(0.01)
-    raise AssertionError("it does not come true")
 
 
 def test_others_run_while_a_grammar_is_compiled(core):

@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 
-from tests.serve.running import LONG, SIZES, wait_until
+from tests.serve.running import LONG, SIZES
+from tests.waiting import wait_until
 
 # A program ends with the test's process, and Ray's processes with the program.
 _PROGRAM = "from nanovllm.early_exit import exit_with_parent\nexit_with_parent()\n"

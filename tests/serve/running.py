@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -15,13 +14,11 @@ from nanovllm.frontend.engine_client import ThreadClient
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.server import Listener, Server
 from tests.engine import slow_engine
+from tests.waiting import LONG, wait_until
 
 SIZES: dict[str, Any] = dict(
     max_model_len=256, max_num_seqs=16, num_kvcache_blocks=256, kvcache_block_size=16, seed=0, device="cpu"
 )
-
-LONG = 300.0
-"""Seconds after which something hangs, on a slow and busy machine, too."""
 
 SLOW_PLUGIN = """
 import pathlib
@@ -127,10 +124,3 @@ class RunningServer:
         found = [line for line in lines if line.startswith((name + "{", name + " "))]
         assert found, f"there is no metric {name}"
         return sum(float(line.rsplit(" ", 1)[1]) for line in found)
-
-
-def wait_until(condition: Any, seconds: float = LONG) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it does not come true"
-        time.sleep(0.005)

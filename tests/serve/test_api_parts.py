@@ -18,7 +18,8 @@ from nanovllm.serve.front_ends import FrontEnds, Outbox
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.process_client import ProcessClient
 from nanovllm.serve.server import Listener
-from tests.serve.running import LONG, wait_until
+from tests.serve.running import LONG
+from tests.waiting import wait_until
 
 
 def test_several_sockets_share_a_port_that_no_other_server_has():

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from nanovllm import SamplingParams
-from tests.serve.running import LONG, SLOW_PLUGIN, wait_until
+from tests.serve.running import LONG, SLOW_PLUGIN
+from tests.waiting import wait_until
 
 COUNT = 3
 STREAM = {"prompt": "hello there", "max_tokens": 240, "ignore_eos": True, "stream": True}

@@ -23,7 +23,8 @@ from nanovllm.serve.app import App
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.server import Listener
 from nanovllm.serve.service import Service
-from tests.serve.running import LONG, RunningServer, wait_until
+from tests.serve.running import LONG, RunningServer
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 

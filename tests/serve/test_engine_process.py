@@ -16,7 +16,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.serve.frames import FrameReader, frame
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.process_client import ProcessClient
-from tests.serve.running import LONG, SIZES, SLOW_PLUGIN, RunningServer, wait_until
+from tests.serve.running import LONG, SIZES, SLOW_PLUGIN, RunningServer
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

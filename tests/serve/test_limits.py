@@ -8,7 +8,8 @@ import time
 import pytest
 
 from nanovllm.serve.options import ServeOptions
-from tests.serve.running import LONG, RunningServer, slow_client, wait_until
+from tests.serve.running import LONG, RunningServer, slow_client
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

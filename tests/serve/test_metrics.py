@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm.serve.options import ServeOptions
-from tests.serve.running import RunningServer, wait_until
+from tests.serve.running import RunningServer
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 

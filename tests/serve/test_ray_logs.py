@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 from nanovllm.serve.ray_logs import shared_stderr
-from tests.serve.running import LONG, wait_until
+from tests.serve.running import LONG
+from tests.waiting import wait_until
 
 
 def test_a_zero_byte_of_a_replica_does_not_end_it(capfd):

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tests.serve.ray_running import REPLICA, Marked, Nodes, Replicas, slow_plugin
-from tests.serve.running import LONG, wait_until
+from tests.serve.running import LONG
+from tests.waiting import wait_until
 
 pytest.importorskip("ray", reason='pip install "nanovllm[ray]"')
 pytestmark = pytest.mark.slow

@@ -16,7 +16,8 @@ import pytest
 
 from nanovllm.serve.errors import ServerShutdown
 from nanovllm.serve.options import ServeOptions
-from tests.serve.running import LONG, RunningServer, wait_until
+from tests.serve.running import LONG, RunningServer
+from tests.waiting import wait_until
 
 
 def test_a_client_that_reads_nothing_does_not_spoil_the_end(model_path, caplog):

@@ -14,7 +14,8 @@ from benchmarks.serving.storm import memory_mib
 from nanovllm import SamplingParams
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.server import raise_descriptor_limit
-from tests.serve.running import LONG, RunningServer, slow_client, wait_until
+from tests.serve.running import LONG, RunningServer, slow_client
+from tests.waiting import wait_until
 
 
 def test_concurrent_requests_lose_and_mix_nothing(server, llm):

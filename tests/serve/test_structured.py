@@ -16,7 +16,8 @@ from nanovllm.serve.options import ServeOptions
 from nanovllm.structured import constraint_maker
 from nanovllm.structured.grammar_check import GrammarChecker
 from nanovllm.structured_outputs import GrammarsBusyError
-from tests.serve.running import LONG, RunningServer, slow_client, wait_until
+from tests.serve.running import LONG, RunningServer, slow_client
+from tests.waiting import wait_until
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 SCHEMA = {

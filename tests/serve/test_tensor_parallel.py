@@ -8,7 +8,8 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.serve.process_client import ProcessClient
-from tests.serve.running import SIZES, SLOW_PLUGIN, RunningServer, wait_until
+from tests.serve.running import SIZES, SLOW_PLUGIN, RunningServer
+from tests.waiting import wait_until
 
 ARGUMENTS = SIZES | dict(dtype="float32", use_custom_kernels=False)
 

@@ -6,7 +6,8 @@ pytest.importorskip("opentelemetry.sdk", reason='pip install "nanovllm[tracing]"
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nanovllm.serve.tracing import Tracing
-from tests.serve.running import RunningServer, slow_client, wait_until
+from tests.serve.running import RunningServer, slow_client
+from tests.waiting import wait_until
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

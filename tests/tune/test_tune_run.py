@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_until
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
@@ -199,10 +200,7 @@ def test_a_note_counts_when_its_process_is_dead_and_stays_while_it_lives(tmp_pat
     with hanging(tmp_path, 500) as other:
         try:
             assert other.stdout.readline() == "1 None\n"
-            end = time.monotonic() + 120
-            while not any(notes().values()):
-                assert time.monotonic() < end
-                time.sleep(0.01)
+            wait_until(lambda: any(notes().values()))
             its = notes()
             assert all(r.entry for r in run(found, tmp_path)) and notes() == its
             (tmp_path / f"{GPU}.json").unlink()

@@ -28,6 +28,7 @@ from tests.engine.simulated_engine import assert_clean
 from tests.engine.small_engine import generate
 from tests.engine.test_token_masks import allowed, row
 from tests.own_thread import in_own_thread
+from tests.waiting import wait_until
 
 
 class Tokens:
@@ -285,7 +286,4 @@ def test_an_engine_that_is_dropped_in_a_step(directory):
     threading.Timer(0.1, may_fill.set).start()
     del llm
     gc.collect()
-    end = time.monotonic() + SECONDS
-    while not gate.is_open(waited):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_until(lambda: gate.is_open(waited), SECONDS)

@@ -6,7 +6,6 @@ import platform
 import shutil
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from nanovllm.kernels.cpu import build
+from tests.waiting import wait_until
 
 if (reason := build.cpu_support(torch.device("cpu"))) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -167,13 +167,6 @@ def test_compilers_end_with_a_build_that_fails(fake_compiler, tmp_path):
         build.load_library()
     for process in [int(path.read_text()) for path in tmp_path.glob("*.pid")]:
         wait_until(lambda process=process: not is_running(process))
-
-
-def wait_until(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def is_running(process):
