@@ -46,7 +46,7 @@ PARTS += [f"with native {op}" for op in OPS if op not in (*_UNUSED, "attention_d
 
 
 @dataclass
-class Measurement:
+class AdapterMeasurement:
     """One measurement.
 
     Attributes:
@@ -172,8 +172,8 @@ class Measuring:
         self._args, self._sides = args, sides
         self._ops = dict(entry.split("=") for entry in args.ops.split(",") if entry) or None
         self._end = time.perf_counter() + args.budget
-        self._first: dict[tuple[str, str], Measurement] = {}
-        self.rows: list[Measurement] = []
+        self._first: dict[tuple[str, str], AdapterMeasurement] = {}
+        self.rows: list[AdapterMeasurement] = []
         self.failed: set[str] = set()
 
     def all(self) -> None:
@@ -217,7 +217,9 @@ class Measuring:
                 best[side] = min(best.get(side, seconds), seconds)
         least = limit(model, work, self._args.device)
         for side, seconds in best.items():
-            row = Measurement(name, work.name, side, seconds, 1.0, None if least is None else least / seconds, 0.0)
+            row = AdapterMeasurement(
+                name, work.name, side, seconds, 1.0, None if least is None else least / seconds, 0.0
+            )
             row.logits = differences[side]
             if side == "plain":
                 self._first[name, work.name] = row
@@ -237,7 +239,7 @@ class Measuring:
         return over
 
 
-def show(row: Measurement) -> None:
+def show(row: AdapterMeasurement) -> None:
     share = "" if row.share is None else f"{row.share:.1%}"
     print(
         f"| {row.model} | {row.work} | {row.side} | {row.seconds * 1e3:.3f} ms "

@@ -46,7 +46,7 @@ WARM_UP = 16384
 and requests end one after the other, so that steps have all sizes."""
 
 
-class VllmEngine:
+class VllmProcess:
     """vLLM in a process of its own."""
 
     def __init__(self, folder: str, share: float, cpus: str, traces: str) -> None:
@@ -145,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.serve:
-        serve(VllmEngine(args.serve[0], float(args.serve[1]), *args.serve[2:]).answer)
+        serve(VllmProcess(args.serve[0], float(args.serve[1]), *args.serve[2:]).answer)
         return 0
     end = time.perf_counter() + args.budget
     variants = args.variants.split()
