@@ -7,6 +7,7 @@ import re
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -116,22 +117,27 @@ def test_requests_that_arrive_over_time(run):
 
 
 def test_on_and_off_and_the_price_of_each_op(run):
-    """With a custom kernel for one op: a slow one, so that there is something to find."""
+    """With a custom kernel for one op. What is printed are the ratios of the rates that were measured."""
     op = all_ops()["rms_norm"]
+    calls = []
 
     def slow(x, weight, eps):
-        time.sleep(0.03)  # far beyond what another process takes of the CPU
+        calls.append(time.sleep(0.03))
         return op.native(x, weight, eps)
 
     with registered("rms_norm", slow, "slow"):
         code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", f"rms_norm=slow;{NO_CPU_KERNELS}")
-    assert code == 0
+    assert code == 0 and calls
     assert [r["variant"] for r in record["rows"]] == ["custom", "native", "no rms_norm"]
     assert record["rows"][0]["about"]["kernels"]["rms_norm"] == "slow"
     assert record["rows"][2]["about"]["kernels"]["rms_norm"] == "native"
     ratio = float(re.search(r"custom kernels are ([\d.]+)x native", out)[1])
-    worth = float(re.search(r"rms_norm's custom kernel is worth (-[\d.]+)%", out)[1])
-    assert ratio < 0.8 and worth < -20
+    worth = float(re.search(r"rms_norm's custom kernel is worth ([-+][\d.]+)%", out)[1])
+    custom, native, without = (
+        median(r["output_tokens"] / r["seconds"] for r in row["repeats"]) for row in record["rows"]
+    )
+    assert ratio == pytest.approx(custom / native, abs=0.006)
+    assert worth == pytest.approx(100 * (custom / without - 1), abs=0.06)
 
 
 def test_without_custom_kernels_there_is_nothing_to_compare_or_ablate(run):
