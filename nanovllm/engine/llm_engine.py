@@ -238,9 +238,7 @@ class LLMEngine:
         for seq in grown:
             request, completion = completions[seq]
             requests[request] = None
-            if (
-                completion.needs_every_token
-            ):  # others are only counted: nothing needs the text of a sequence that goes on
+            if completion.needs_every_token:  # others are only counted until they end
                 self._process_token(request, completion, result.logprobs, row_of.get(seq, 0))
             if request.first_token_time is None or seq.finished:
                 request.record_token_time()
