@@ -180,6 +180,10 @@ class PackedWeight(nn.Module):
         self._ops = [(FusedOp if m.op == "linear" else SelectedOp)(m.op, kernels) for m in self.matrices]
         names = [m.quantising_op if quantise_activations else None for m in self.matrices]
         self._quantising = [QuantisingOp(name, kernels) for name in names]
+        self._stacked = len(self.matrices) == 2 and all(
+            m.op == "linear_gguf" and m.permutation is None for m in self.matrices
+        )
+        """Whether one call of `linear_gguf` multiplies with both."""
         whole = names[0] if len(names) == 1 else None
         self._after_silu = QuantisingOp(None if whole is None else f"silu_and_mul_{whole}", kernels)
         self._after_norm = QuantisingOp(None if whole is None else f"add_rms_norm_{whole}", kernels)
@@ -188,6 +192,9 @@ class PackedWeight(nn.Module):
         """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""
         if len(self.matrices) == 1:
             return self._product(0, x, bias)
+        if self._stacked:
+            first, second = self.matrices
+            return self._ops[0](x, *first.operands(), bias, *second.operands())
         sizes = [m.shape[0] for m in self.matrices]
         biases: Sequence[torch.Tensor | None] = [None] * len(sizes) if bias is None else bias.split(sizes)
         return torch.cat([self._product(i, x, part) for i, part in enumerate(biases)], -1)

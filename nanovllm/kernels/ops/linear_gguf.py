@@ -14,8 +14,14 @@ _SPREAD = {
 """The standard deviation of a random weight of each type over its scale d."""
 
 
-def make_inputs(t, tokens, outputs, size, type_id=12, stored=0):
-    """type_id: a number of GGUF's, 2 (Q4_0), 3, 6, 7, 8 (Q8_0), 12 (Q4_K), 13 or 14 (Q6_K); stored: not as planes."""
+def make_inputs(t, tokens, outputs, size, type_id=12, stored=0, below=0):
+    """type_id: a number of GGUF's, 2 (Q4_0), 3, 6, 7, 8 (Q8_0), 12 (Q4_K), 13 or 14 (Q6_K); stored: not as planes;
+    below: as many rows in Q6_K behind them.
+    """
+    if below:
+        others = make_inputs(t, 0, below, size, 14, stored)
+        made = make_inputs(t, tokens, outputs, size, type_id, stored)
+        return {**made, "below": others["weight"], "below_kind": others["kind"]}
     of = GGUF_TYPES[_NAMES[type_id]]
     blocks = t.integers(0, 256, outputs, size // of.block_size, of.block_bytes, dtype=torch.uint8)
     at = 0
@@ -42,26 +48,38 @@ def _needs(numbers):
     return None
 
 
+def _cost(x, weight, kind, bias=None, below=None, below_kind=None):
+    rows = weight.shape[0] + (0 if below is None else below.shape[0])
+    return product_cost(x, rows, weight, bias, below)
+
+
 @op(
-    arguments={"x": "[..., size]", "weight": "uint8[outputs, row_bytes]", "bias": "[outputs]"},
+    arguments={
+        "x": "[..., size]", "weight": "uint8[outputs, row_bytes]", "bias": "[all_outputs]",
+        "below": "uint8[more_outputs, more_bytes]",
+    },
     inputs=Inputs(
         make_inputs,
         needs=_needs,
         small=[
             (1, 37, 1024), (1, 9, 96, 2), (2, 24, 1280, 12, 1), (5, 40, 160, 3), (0, 8, 256), (9, 48, 512, 14),
             (3, 20, 64, 6), (17, 33, 288, 7), (4, 130, 352, 8), (33, 36, 768, 13), (1, 64, 256, 14), (1, 40, 96, 8),
+            (1, 33, 512, 12, 0, 17), (3, 24, 256, 13, 0, 9),
         ],
         # Output and down projections of Qwen3-0.6B and 8B in Q4_K, and some in Q6_K and Q8_0.
         decode=[
             (1, 1024, 2048), (8, 1024, 3072), (1, 4096, 4096), (8, 4096, 4096), (1, 4096, 12288), (1, 4096, 12288, 14),
-            (1, 4096, 4096, 8), (32, 4096, 12288),
+            (1, 4096, 4096, 8), (32, 4096, 12288), (1, 5120, 4096, 12, 0, 1024),
         ],
         large=[(2048, 1024, 3072), (8192, 4096, 4096)],
         scales=(1.0, 50.0),
     ),
-    cost=lambda x, weight, kind, bias=None: product_cost(x, weight.shape[0], weight, bias),
+    cost=_cost,
 )  # fmt: skip
-def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_gguf(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None,
+    below: torch.Tensor | None = None, below_kind: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """x W^T + b with a weight W in GGUF's blocks.
 
     Args:
@@ -70,14 +88,18 @@ def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Te
             planes that `gguf_planes` makes of them.
         kind: "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K" or "Q6_K"; with "/planes" behind it where rows are
             planes: "Q4_K/planes".
-        bias: [outputs], of x's dtype, or None.
+        bias: [outputs + more_outputs], of x's dtype, or None.
+        below, below_kind: the rest of W, [more_outputs, bytes of a row], if that is stored in blocks of another kind.
 
     Returns:
-        [..., outputs], x's dtype. This reference computes W in float32 as llama.cpp does, to the bit, and rounds it to
-        x's dtype before the product.
+        [..., outputs + more_outputs], x's dtype. This reference computes W in float32 as llama.cpp does, to the bit,
+        and rounds it to x's dtype before the product.
 
     Raises:
         ValueError: an unknown kind, a size that is no multiple of the block, or rows of other lengths.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
-    return F.linear(x, dequantise_gguf(weight, kind, x.shape[-1], wide).to(x.dtype), bias)
+    w = dequantise_gguf(weight, kind, x.shape[-1], wide).to(x.dtype)
+    if below is not None and below_kind is not None:
+        w = torch.cat([w, dequantise_gguf(below, below_kind, x.shape[-1], wide).to(x.dtype)])
+    return F.linear(x, w, bias)

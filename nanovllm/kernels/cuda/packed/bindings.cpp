@@ -5,6 +5,7 @@
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "packed.cuh"
@@ -21,18 +22,42 @@ Real real_of(const at::Tensor& x) {
 const void* data(const std::optional<at::Tensor>& x) { return x ? x->const_data_ptr() : nullptr; }
 
 // numbers: the fields of Product from x_stride on, then those of Launch.
-void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
-             const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias, at::Tensor y,
-             at::IntArrayRef numbers) {
-  TORCH_CHECK_VALUE(numbers.size() == 26, "numbers: expected 26");
+Product product_of(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+                   const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias, const at::Tensor& y,
+                   at::IntArrayRef numbers) {
+  TORCH_CHECK_VALUE(numbers.size() == 31, "numbers: expected 31");
   const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
   const auto u = [&](int i) { return static_cast<uint32_t>(numbers[i]); };
-  const Product p{
+  return Product{
       x.const_data_ptr(), static_cast<const uint8_t*>(weight.const_data_ptr()), data(scale),
       static_cast<const uint8_t*>(data(zero)), data(bias), y.mutable_data_ptr(), numbers[0], u(1), u(2), u(3), u(4), u(5),
       u(6), n(7), n(8), n(9), n(10), n(11), n(12), n(13), n(14), n(15), n(16),
-      {n(17), n(18), n(19), n(20), n(21)}};
-  const Launch how{n(22), n(23), n(24), n(25)};
+      {n(17), n(18), n(19), n(20), n(21)}, n(22), n(23), n(24), u(25), n(26)};
+}
+
+Launch launch_of(at::IntArrayRef numbers) {
+  const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
+  return Launch{n(27), n(28), n(29), n(30)};
+}
+
+// Weights in Q4_K and in Q6_K: y4 and y6 are their columns of one tensor.
+void stacked_product(const at::Tensor& x, const at::Tensor& q4_k, const at::Tensor& q6_k,
+                     const std::optional<at::Tensor>& bias4, const std::optional<at::Tensor>& bias6, at::Tensor y4,
+                     at::Tensor y6, at::IntArrayRef numbers4, at::IntArrayRef numbers6) {
+  Stacked both{product_of(x, q4_k, {}, {}, bias4, y4, numbers4), product_of(x, q6_k, {}, {}, bias6, y6, numbers6), 0};
+  Launch how = launch_of(numbers4);
+  how.shared_bytes = std::max(how.shared_bytes, launch_of(numbers6).shared_bytes);
+  both.q6_k_blocks = (both.q6_k.rows + 16 * both.q6_k.row_warps - 1) / (16 * both.q6_k.row_warps);
+  TORCH_CHECK_VALUE(real_of(x) == Real::bfloat16, "x: expected bfloat16 with blocks of GGUF");
+  const c10::cuda::CUDAGuard guard(x.device());
+  C10_CUDA_CHECK(ring_stacked_product(both, how, c10::cuda::getCurrentCUDAStream()));
+}
+
+void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
+             const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias, at::Tensor y,
+             at::IntArrayRef numbers) {
+  const Product p = product_of(x, weight, scale, zero, bias, y, numbers);
+  const Launch how = launch_of(numbers);
   const int most = how.fragments == 4 ? WIDE_TOKENS : MAX_TOKENS;
   TORCH_CHECK_VALUE(p.tokens >= 1 && p.tokens <= most, "x: expected 1 to ", most, " tokens");
   const c10::cuda::CUDAGuard guard(x.device());
@@ -73,6 +98,12 @@ NANOVLLM_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def(
       "product(int storage, Tensor x, Tensor weight, Tensor? scale, Tensor? zero, Tensor? bias, Tensor(a!) y, "
       "int[] numbers) -> ()");
+  library.def(
+      "stacked_product(Tensor x, Tensor q4_k, Tensor q6_k, Tensor? bias4, Tensor? bias6, Tensor(a!) y4, Tensor(b!) y6, "
+      "int[] numbers4, int[] numbers6) -> ()");
   library.impl("product", c10::DispatchKey::CUDA, nanovllm::packed::product);
-  library.impl("product", c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
+  library.impl("stacked_product", c10::DispatchKey::CUDA, nanovllm::packed::stacked_product);
+  for (const char* name : {"product", "stacked_product"}) {
+    library.impl(name, c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
+  }
 }

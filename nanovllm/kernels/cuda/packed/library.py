@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,8 +40,19 @@ def product_kernel(device: torch.device, folder: Path = FOLDER) -> Callable[...,
         ValueError: it cannot run on the device.
         RuntimeError: as `load_library`.
     """
+    kernel: Callable[..., None] = _library(device, folder).product.default
+    return kernel
+
+
+@functools.cache
+def stacked_kernel(device: torch.device) -> Callable[..., None]:
+    """The operator `stacked_product` of bindings.cpp, as `product_kernel`."""
+    kernel: Callable[..., None] = _library(device, FOLDER).stacked_product.default
+    return kernel
+
+
+def _library(device: torch.device, folder: Path) -> Any:
     reason = packed_support(device, folder)
     if reason is not None:
         raise ValueError(reason)
-    kernel: Callable[..., None] = load_library(torch.cuda.get_device_capability(device), folder).product.default
-    return kernel
+    return load_library(torch.cuda.get_device_capability(device), folder)

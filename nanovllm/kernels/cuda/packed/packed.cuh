@@ -45,6 +45,18 @@ struct Product {
   int32_t gated;               // y = silu(gate) * up; the first half of the rows is the gate
   int32_t sums;                // y is float32 sums of the splits
   int32_t panel[5];            // ring: where planes of scales begin in a row in shared memory, and the bytes of such a row
+  int32_t y_stride;            // of tokens in y, if it is neither gated nor sums
+  int32_t column_warps;        // ring: warps of a block that share columns
+  int32_t column_share;        // ring: 65536 / column_warps, rounded up: the quotient of a warp's number without a division
+  uint32_t section;            // ring: where the scales of a row begin, in bytes
+  int32_t section_pieces;      // ring: pieces of 16 bytes that they are, if shared memory has all of a row. 0: it has those
+                               // of a phase, plane by plane
+};
+
+// Two products of the same x, tokens and columns, whose y are columns of one tensor. They share the launch.
+struct Stacked {
+  Product q4_k, q6_k;
+  int32_t q6_k_blocks;
 };
 
 struct Launch {
@@ -71,6 +83,7 @@ cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool
 cudaError_t planes_product(const Product&, const Launch&, Storage, cudaStream_t);  // x: bfloat16
 cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16
 cudaError_t ring_product(const Product&, const Launch&, Storage, cudaStream_t);    // x: bfloat16; Q4_K and Q6_K
+cudaError_t ring_stacked_product(const Stacked&, const Launch&, cudaStream_t);     // x: bfloat16, up to 8 tokens; no splits
 // x: bfloat16, up to 8 tokens; int4, whose rows of scales begin at multiples of 16 bytes
 cudaError_t ring_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
 // x: bfloat16, one token; int4 in groups of 128 columns, an even number of them; rows of scales as above

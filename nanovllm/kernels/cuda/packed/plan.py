@@ -120,6 +120,16 @@ def plan_ring(
     return PackedCudaPlan(3, 12, 1, 1)
 
 
+def plan_stacked_ring(rows: tuple[int, int], groups: int, tokens: int, multiprocessors: int) -> PackedCudaPlan | None:
+    """For two weights of these rows in one launch, without sums: up to 8 tokens. None: they have one each."""
+    if tokens > 8 or sum(rows) >= _LARGE_ROWS:
+        return None
+    if tokens == 1:
+        return PackedCudaPlan(1, 8, 1, 1)
+    blocks = ((warps, sum(-(-n // (16 * warps)) for n in rows)) for warps in (1, 2, 3, 4, 6, 12))
+    return PackedCudaPlan(next((w for w, count in blocks if count <= multiprocessors), 12), 12, 1, 1)
+
+
 def _plan_wide_ring(rows: int, groups: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
     """Every block copies all of x, so there is one for a multiprocessor, if rows allow that: of 12 warps, with as few
     of its own rows as make no more blocks than that; with sums, of 4 or 6 warps' rows. None: the blocks of sums are
@@ -228,13 +238,24 @@ class Phases:
     eight rows are in different banks.
     """
     shared_bytes: int
+    section_bytes: int = 0
+    """Of the scales of a row, all of which are there as they are stored. 0: those of a phase are, plane by plane."""
 
 
 @functools.cache
 def phases_of(
-    plan: PackedCudaPlan, turns: int, tokens: int, step_columns: int, planes: tuple[ScalePlane | None, ...]
+    plan: PackedCudaPlan,
+    turns: int,
+    tokens: int,
+    step_columns: int,
+    planes: tuple[ScalePlane | None, ...],
+    section: tuple[int, ...] = (),
 ) -> Phases:
     """The longest phases that have room, of at most `turns` turns.
+
+    Args:
+        section: where the four planes begin in the part of a row that they are, a multiple of 16 bytes, and its bytes.
+            With up to 8 tokens one phase has all of it, if there is room.
 
     Raises:
         ValueError: not even one turn has room.
@@ -243,6 +264,11 @@ def phases_of(
     fixed = plan.warps * RING_STAGES * plan.fragments * 1024 + tokens * 64  # the ring; between the rows of x
     sums = (column_warps - 1) * rows * -(-tokens // 8) * 8 * 4
     limit = _RING_SHARED_BYTES * (2 if tokens > 8 or plan.warps > 8 else 1)
+    if section and tokens <= 8:
+        whole = (*section[:4], section[4] if section[4] // 16 % 2 else section[4] + 16)
+        needed = fixed + rows * whole[4] + turns * column_warps * tokens * step_columns * 2
+        if needed <= limit:
+            return Phases(turns, whole, max(needed, sums), section[4])
     for count in range(turns, 0, -1):
         ends = [0]
         for plane in planes:

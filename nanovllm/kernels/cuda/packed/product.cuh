@@ -186,6 +186,23 @@ __device__ __forceinline__ void copy_tokens(const void* x, int64_t stride_bytes,
   }
 }
 
+// The same of one token, without a division: what a block begins with when the kernel in front has ended.
+template <bool FOUR, typename Place>
+__device__ __forceinline__ void copy_token(const void* x, int count, Place place) {
+  const int lane = threadIdx.x & 31;
+  for (int c = (threadIdx.x >> 5) * 128 + lane; c - lane < count; c += blockDim.x * 4) {
+    uint4 v[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (c + i * 32 < count) v[i] = static_cast<const uint4*>(x)[c + i * 32];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (c + i * 32 < count) store_pairs<FOUR>(place(c + i * 32), v[i]);
+    }
+  }
+}
+
 // The sums of warps that share columns, added in order. False: another warp has the result. barrier: of all those warps.
 template <int FR, int NT, typename Barrier>
 __device__ __forceinline__ bool add_column_warps(float (&acc)[FR][NT][4], uint8_t* shared, int row_warp, int column_warp,
@@ -236,7 +253,7 @@ __device__ __forceinline__ void store_results(const Product& p, const float (&ac
               static_cast<float*>(p.y)[(int64_t(blockIdx.y) * p.tokens + token) * p.rows + r] = v;
             } else {
               if (bias) v += Half<T>::widen(bias[r]);
-              static_cast<T*>(p.y)[int64_t(token) * p.rows + r] = Half<T>::narrow(v);
+              static_cast<T*>(p.y)[int64_t(token) * p.y_stride + r] = Half<T>::narrow(v);
             }
           }
         }

@@ -8,66 +8,36 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any
 
 import torch
 
 from nanovllm.kernels.cuda.fp8 import products as fp8
-from nanovllm.kernels.cuda.packed.library import fp8_support, product_kernel
+from nanovllm.kernels.cuda.packed.library import fp8_support, product_kernel, stacked_kernel
 from nanovllm.kernels.cuda.packed.plan import (
     BOX_FRAGMENTS,
     MAX_TOKENS,
     WARP_ROWS,
     WIDE_TOKENS,
     PackedCudaPlan,
-    ScalePlane,
     box_shared_bytes,
     box_tiles,
     phases_of,
     plan_boxes,
     plan_packed_cuda,
     plan_ring,
+    plan_stacked_ring,
     plan_wide,
     turns_of_a_phase,
     wide_shared_bytes,
 )
-from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf
-from nanovllm.kernels.ops.linear_int4 import group_size
+from nanovllm.kernels.cuda.packed.stored import GROUP, KernelWeight, Storage, affine, planes_of
 from nanovllm.kernels.ops.linear_packed import check_storage
 from nanovllm.kernels.triton.gemm import packed_products
 from nanovllm.kernels.triton.gemm.fp8_product import has_99_kib
 from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, num_sms
 from nanovllm.kernels.triton.rows.activation import silu_and_mul
-
-_GROUP = 128
-_SCALE_BYTES = {"d": 2, "m": 2, "sc": 1, "mn": 1}
-"""Of a number of the planes of scales and minima."""
-_ALL = 31
-"""The shift of step numbers of weights whose rows have one scale."""
-
-
-class _Storage(IntEnum):
-    """As in packed.cuh."""
-
-    INT4, INT4_ZERO, INT8, INT8_ZERO, PLANES4, PLANES4_MINIMUM, PLANES8, PLANES8_MINIMUM, Q4_K, Q5_K, Q6_K = range(11)
-
-
-@dataclass(frozen=True)
-class KernelWeight:
-    """A weight as the kernel takes it."""
-
-    storage: _Storage
-    bits: int
-    codes: torch.Tensor  # uint8 [rows, bytes]
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-    step_shift: int = 0
-    middle: int = 0
-    planes: tuple[int, int, int, int] = (0, 0, 0, 0)  # of d, m, sc and mn in a row
-    scales: tuple[ScalePlane | None, ...] = ()  # the same four; of int4 the first is that of the groups
 
 
 @functools.cache
@@ -81,48 +51,6 @@ def _wide(x: torch.Tensor) -> bool:
     return x.stride(1) == 1 and not x.stride(0) % 16 and not x.data_ptr() % 16 and x.shape[0] * x.stride(0) < 1 << 32
 
 
-def _affine(
-    size: int, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int, dtype: torch.dtype
-) -> KernelWeight | None:
-    group = group_size(size, scale)
-    groups = group // _GROUP
-    if scale.dtype not in (torch.float16, dtype) or (group != size and (group % _GROUP or groups & (groups - 1))):
-        return None
-    scale = adjacent(scale)
-    if zero is not None and zero.stride() != scale.stride():
-        scale, zero = scale.contiguous(), zero.contiguous()  # the kernel reads both at the same places
-    steps = groups * bits // 4  # of a group
-    shift = _ALL if group == size else steps.bit_length() - 1
-    first = _Storage.INT4 if bits == 4 else _Storage.INT8
-    storage = _Storage(first + (zero is not None))
-    middle = 2 ** (bits - 1) if zero is None else 0
-    return KernelWeight(
-        storage, bits, weight, scale, zero, shift, middle, scales=(ScalePlane(2, shift), None, None, None)
-    )
-
-
-def _planes(size: int, weight: torch.Tensor, kind: str) -> KernelWeight | None:
-    of, planes = check_gguf(weight, kind, size)
-    if not planes:
-        return None
-    offsets = of.plane_offsets(size)[0]
-    d, m, sc, mn = (offsets.get(name, 0) for name in _SCALE_BYTES)
-    scales = tuple(_scale_plane(of, name) if name in of.planes else None for name in _SCALE_BYTES)
-    return KernelWeight(_storage(of), of.bits, weight, middle=of.zero, planes=(d, m, sc, mn), scales=scales)
-
-
-def _scale_plane(of: GGUFType, name: str) -> ScalePlane:
-    bytes_each = _SCALE_BYTES[name]
-    columns = of.block_size * bytes_each // of.planes[name]  # of a number; a step has 512 / bits
-    return ScalePlane(bytes_each, (columns * of.bits).bit_length() - 10)
-
-
-def _storage(of: GGUFType) -> _Storage:
-    if "sc" in of.planes:
-        return _Storage[of.name]
-    return _Storage[f"PLANES{of.bits}{'_MINIMUM' if 'm' in of.planes else ''}"]
-
-
 def kernel_weight(
     x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
     sums: bool = False,
@@ -133,26 +61,26 @@ def kernel_weight(
     """
     check_storage(storage, scale)
     size = x.shape[-1]
-    if storage == "fp8" or x.dtype not in (torch.float16, torch.bfloat16) or not size or size % _GROUP:
+    if storage == "fp8" or x.dtype not in (torch.float16, torch.bfloat16) or not size or size % GROUP:
         return None
     tokens = x.numel() // size
     wide = storage == "int4" and MAX_TOKENS < tokens <= WIDE_TOKENS and _has_wide(x.device)
-    wide = wide and plan_wide(weight.shape[0], size // _GROUP, tokens, num_sms(x), sums) is not None
+    wide = wide and plan_wide(weight.shape[0], size // GROUP, tokens, num_sms(x), sums) is not None
     if not (0 < tokens <= MAX_TOKENS or wide) or not _wide(weight):
         return None
     if scale is None:
-        return _planes(size, weight, storage) if x.dtype == torch.bfloat16 else None
+        return planes_of(size, weight, storage) if x.dtype == torch.bfloat16 else None
     bits = 4 if storage == "int4" else 8
     if weight.shape[1] * 8 != size * bits:
         return None  # the other provider says what is wrong
-    return _affine(size, weight, scale, zero, bits, x.dtype)
+    return affine(size, weight, scale, zero, bits, x.dtype)
 
 
 def _takes_ring(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
     """Whether the kernel of ring.cuh is a choice. Rows of int4's scales have to begin at multiples of 16 bytes."""
-    if w.storage in (_Storage.Q4_K, _Storage.Q6_K):
+    if w.storage in (Storage.Q4_K, Storage.Q6_K):
         return True
-    if w.storage != _Storage.INT4 or w.scale is None or x.dtype != torch.bfloat16 or tokens > 8:
+    if w.storage != Storage.INT4 or w.scale is None or x.dtype != torch.bfloat16 or tokens > 8:
         return False
     return not w.scale.stride(0) % 8 and not w.scale.data_ptr() % 16
 
@@ -161,13 +89,13 @@ def takes_boxes(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
     """Whether the kernel of box.cuh is a choice: one token on Hopper, else as that of ring.cuh, and groups of 128
     columns, two at a time.
     """
-    if w.storage != _Storage.INT4 or tokens != 1 or w.step_shift or x.shape[-1] % 256 or not _has_wide(x.device):
+    if w.storage != Storage.INT4 or tokens != 1 or w.step_shift or x.shape[-1] % 256 or not _has_wide(x.device):
         return False
     return _takes_ring(w, x, tokens)
 
 
 def plan_of(w: KernelWeight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums: bool) -> PackedCudaPlan:
-    groups = x.shape[-1] // _GROUP
+    groups = x.shape[-1] // GROUP
     if tokens > MAX_TOKENS:
         wide = plan_wide(rows, groups, tokens, num_sms(x), sums)
         assert wide is not None  # `kernel_weight` has asked
@@ -175,7 +103,7 @@ def plan_of(w: KernelWeight, x: torch.Tensor, rows: int, tokens: int, gated: boo
     boxes = plan_boxes(rows, groups, num_sms(x), gated) if takes_boxes(w, x, tokens) else None
     ring = None
     if boxes is None and _takes_ring(w, x, tokens):
-        kind = "int4" if w.storage == _Storage.INT4 else w.storage.name
+        kind = "int4" if w.storage == Storage.INT4 else w.storage.name
         ring = plan_ring(kind, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
     return boxes or ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
@@ -185,43 +113,82 @@ def run_product(
     plan: PackedCudaPlan | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]. plan: replaces the one made."""
-    x, _, stride = matrix_of(x)
+    x, stride, tokens = _tokens_of(x)
+    rows = w.codes.shape[0]
+    plan = plan or plan_of(w, x, rows, tokens, gated, sums)
+    numbers, splits = _numbers(x, stride, w, tokens, plan, rows, gated, sums)
+    if sums:
+        y = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
+    else:
+        y = torch.empty((tokens, rows // (1 + gated)), dtype=x.dtype, device=x.device)
+    product_kernel(x.device)(w.storage, x, w.codes, w.scale, w.zero, adjacent(bias), y, numbers)
+    return y
+
+
+def run_stacked(
+    x: torch.Tensor, q4_k: KernelWeight, q6_k: KernelWeight, bias: tuple[torch.Tensor | None, torch.Tensor | None],
+    q6_k_first: bool, plan: PackedCudaPlan,
+) -> torch.Tensor:  # fmt: skip
+    """[tokens, rows of both]: the products with a weight in Q4_K and one in Q6_K, in one launch.
+
+    Args:
+        bias: of Q4_K's rows, and of Q6_K's.
+        q6_k_first: whether the columns of Q6_K's product are in front.
+        plan: of ring.cuh.
+    """
+    x, stride, tokens = _tokens_of(x)
+    rows4, rows6 = q4_k.codes.shape[0], q6_k.codes.shape[0]
+    numbers4, numbers6 = (_numbers(x, stride, w, tokens, plan, rows4 + rows6)[0] for w in (q4_k, q6_k))
+    y = torch.empty((tokens, rows4 + rows6), dtype=x.dtype, device=x.device)
+    y4, y6 = (y[:, rows6:], y[:, :rows6]) if q6_k_first else (y[:, :rows4], y[:, rows4:])
+    bias4, bias6 = (adjacent(part) for part in bias)
+    stacked_kernel(x.device)(x, q4_k.codes, q6_k.codes, bias4, bias6, y4, y6, numbers4, numbers6)
+    return y
+
+
+def _tokens_of(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """(x as kernels read it, the distance of its tokens, how many there are)"""
+    x, tokens, stride = matrix_of(x)
     if stride % 8 or x.data_ptr() % 16 or stride < x.shape[-1]:
         x = x.clone(memory_format=torch.contiguous_format)
         stride = x.shape[-1]
-    (rows, _), size = w.codes.shape, x.shape[-1]
-    tokens = x.numel() // size
+    return x, stride, tokens
+
+
+def _numbers(
+    x: torch.Tensor, stride: int, w: KernelWeight, tokens: int, plan: PackedCudaPlan, y_stride: int,
+    gated: bool = False, sums: bool = False,
+) -> tuple[tuple[int, ...], int]:  # fmt: skip
+    """(the numbers that the operators take, splits)"""
+    rows, size = w.codes.shape[0], x.shape[-1]
     columns = 512 // w.bits  # of a step
-    plan = plan or plan_of(w, x, rows, tokens, gated, sums)
-    steps, group_steps = size // columns, _GROUP // columns
-    split_steps = cdiv(size // _GROUP, plan.splits) * group_steps
+    steps, group_steps = size // columns, GROUP // columns
+    split_steps = cdiv(size // GROUP, plan.splits) * group_steps
     splits = cdiv(steps, split_steps)
     boxes = plan.fragments == BOX_FRAGMENTS
     column_warps = plan.warps if boxes else plan.warps // plan.row_warps
     turns = cdiv(split_steps, column_warps)
     panel: tuple[int, ...] = (0,) * 5
+    pieces = 0
     if boxes:
         phase, shared_bytes = plan.stages, box_shared_bytes(plan, box_tiles(rows, gated))
     elif plan.stages:
         phase, shared_bytes = plan.stages, wide_shared_bytes(plan, tokens)
     elif plan.fragments:
-        phases = phases_of(plan, turns, tokens, columns, w.scales)
+        phases = phases_of(plan, turns, tokens, columns, w.scales, w.section)
         phase, panel, shared_bytes = phases.turns, phases.panel, phases.shared_bytes
+        pieces = phases.section_bytes // 16
     else:
         phase = turns_of_a_phase(turns, tokens * column_warps * columns * 2)
         of_x = tokens * phase * column_warps * columns * 2
         shared_bytes = max(of_x, (column_warps - 1) * plan.row_warps * WARP_ROWS * 8 * cdiv(tokens, 8) * 4)
-    if sums:
-        y = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
-    else:
-        y = torch.empty((tokens, rows // (1 + gated)), dtype=x.dtype, device=x.device)
     scale_stride = 0 if w.scale is None else w.scale.stride(0)
     numbers = (
         stride, w.codes.stride(0), scale_stride, *w.planes, tokens, rows, steps, split_steps, phase, plan.row_warps,
-        w.step_shift, w.middle, gated, sums, *panel, splits, plan.warps, shared_bytes, plan.fragments,
+        w.step_shift, w.middle, gated, sums, *panel, y_stride, column_warps, -(-65536 // column_warps),
+        w.section_start, pieces, splits, plan.warps, shared_bytes, plan.fragments,
     )  # fmt: skip
-    product_kernel(x.device)(w.storage, x, w.codes, w.scale, w.zero, adjacent(bias), y, numbers)
-    return y
+    return numbers, splits
 
 
 def _product(
@@ -252,9 +219,44 @@ def linear_int8(
     return _product(x, "int8", weight, scale, zero, bias, packed_products.linear_int8, scale, zero)
 
 
-def linear_gguf(x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear_gguf(
+    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None,
+    below: torch.Tensor | None = None, below_kind: str | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The op `linear_gguf`."""
-    return _product(x, kind, weight, None, None, bias, packed_products.linear_gguf, kind)
+    if below is None or below_kind is None:
+        return _product(x, kind, weight, None, None, bias, packed_products.linear_gguf, kind)
+    rows = weight.shape[0], below.shape[0]
+    parts = (None, None) if bias is None else bias.split(rows)
+    y = _stacked(x, (weight, below), (kind, below_kind), parts)
+    if y is not None:
+        return y.view(*x.shape[:-1], sum(rows))
+    return torch.cat([linear_gguf(x, weight, kind, parts[0]), linear_gguf(x, below, below_kind, parts[1])], -1)
+
+
+def _stacked(
+    x: torch.Tensor, weights: tuple[torch.Tensor, ...], kinds: tuple[str, ...], bias: tuple[torch.Tensor | None, ...]
+) -> torch.Tensor | None:
+    """The products of `linear_gguf` with two weights, if one launch takes them: one in Q4_K and one in Q6_K."""
+    if any(part is not None and part.dtype != x.dtype for part in bias) or x.dtype != torch.bfloat16:
+        return None
+    both = [kernel_weight(x, kind, weight, None, None) for kind, weight in zip(kinds, weights, strict=True)]
+    by_storage = {w.storage: (w, part) for w, part in zip(both, bias, strict=True) if w is not None}
+    if by_storage.keys() != {Storage.Q4_K, Storage.Q6_K} or has_99_kib(x.device):
+        return None
+    (q4_k, bias4), (q6_k, bias6) = by_storage[Storage.Q4_K], by_storage[Storage.Q6_K]
+    size = x.shape[-1]
+    plan = plan_stacked_ring((len(weights[0]), len(weights[1])), size // GROUP, x.numel() // size, num_sms(x))
+    if plan is None or not all(_is_whole(w, plan, size, x.numel() // size) for w in (q4_k, q6_k)):
+        return None
+    return run_stacked(x, q4_k, q6_k, (bias4, bias6), both[0] is q6_k, plan)
+
+
+def _is_whole(w: KernelWeight, plan: PackedCudaPlan, size: int, tokens: int) -> bool:
+    """Whether a block of ring.cuh has room for all scales of its rows."""
+    columns = 512 // w.bits
+    turns = cdiv(size // columns, plan.warps // plan.row_warps)
+    return phases_of(plan, turns, tokens, columns, w.scales, w.section).section_bytes > 0
 
 
 def _takes_fp8(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:

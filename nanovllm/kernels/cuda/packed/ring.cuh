@@ -54,12 +54,15 @@ constexpr int registers(int tokens, int fragments) {
 }
 static_assert(RING_WARPS * 32 * registers(8, 1) <= 65536);
 
-template <typename SCALE, Storage STORAGE, int TOKENS, int FR>
-__global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_constant__ Product p) {
+// What a block does, the block-th of those with the same columns. WHOLE: shared memory has x for all of its steps, and the scales
+// of whole rows. Else there are phases.
+template <typename SCALE, Storage STORAGE, int TOKENS, int FR, bool WHOLE>
+__device__ __forceinline__ void ring_block(const Product& p, int block) {
   constexpr int NT = (TOKENS + 7) / 8;
   using T = __nv_bfloat16;
   using K = Traits<STORAGE>;
   constexpr bool FOUR = K::four;
+  static_assert(!WHOLE || !K::group);
   constexpr float FACTOR = SCALE_FACTOR<K::group>, UNIT = SCALED_UNIT<K::group>;
   constexpr int CHUNKS = K::columns / 8;  // of 8 columns of x, in a step
   constexpr int LANE_CHUNKS = CHUNKS / 4;
@@ -67,12 +70,12 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int g = lane >> 2, t = lane & 3;
-  const int column_warps = warps / p.row_warps, row_warp = warp / column_warps, column_warp = warp - row_warp * column_warps;
+  const int column_warps = p.column_warps, row_warp = warp * p.column_share >> 16, column_warp = warp - row_warp * column_warps;
   const int tokens = p.tokens, half = p.rows >> 1;
   const int first_step = blockIdx.y * p.split_steps, steps = min(p.split_steps, p.steps - first_step);
 
   // Fragments of a block and the rows of each: h is 0 or 1, for its rows 0 to 7 and 8 to 15.
-  const int block_fragment = blockIdx.x * p.row_warps * FR;
+  const int block_fragment = block * p.row_warps * FR;
   auto row_of = [&](int fragment, int h, int i) {
     return p.gated ? (block_fragment + fragment) * 8 + i + h * half : (block_fragment + fragment) * 16 + i + h * 8;
   };
@@ -124,6 +127,16 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
     }
     plane_at[i] = panel_row + p.panel[i] + uint32_t((reinterpret_cast<uintptr_t>(base) + begin * bytes) & 15) - begin * bytes;
   };
+  // The planes of a row are neighbours, so they are copied as one. Eight lanes share a row.
+  auto stage_section = [&] {
+    for (int r = threadIdx.x >> 3; r < p.row_warps * FR * 16; r += blockDim.x >> 3) {
+      const uint8_t* from_row = p.weight + uint32_t(valid_row(r >> 4, (r >> 3) & 1, r & 7)) * p.weight_stride + p.section;
+      const uint32_t to_row = panel + r * p.panel[4];
+      for (int c = threadIdx.x & 7; c < p.section_pieces; c += 8) copy16(to_row + c * 16, from_row + c * 16);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) plane_at[i] = panel_row + p.panel[i];
+  };
   auto stage_scales = [&](int begin, int end) {  // steps of the whole row
     if constexpr (K::group) {
       stage_plane(0, p.scale, p.scale_stride * 2, 2, begin >> p.step_shift, ((end - 1) >> p.step_shift) + 1);
@@ -144,6 +157,12 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
   auto stage = [&](int begin) {
     const int count = min(phase_steps, steps - begin) * CHUNKS;
     const T* x = static_cast<const T*>(p.x) + int64_t(first_step + begin) * K::columns;
+    if constexpr (WHOLE && TOKENS == 1) {
+      copy_token<FOUR>(x, count, [&](int c) {
+        return x_shared + ((c & ~(CHUNKS - 1)) + (c % LANE_CHUNKS) * 4 + (c / LANE_CHUNKS) % 4) * 16;
+      });
+      return;
+    }
     copy_tokens<FOUR, TOKENS == 8>(x, p.x_stride * 2, tokens, count, [&](int token, int c) {
       const int place = (c & ~(CHUNKS - 1)) + (c % LANE_CHUNKS) * 4 + (c / LANE_CHUNKS) % 4;
       return x_shared + token * token_bytes + place * 16;
@@ -217,10 +236,16 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
   const int turns = (steps - column_warp + column_warps - 1) / column_warps;
   const int all_turns = (steps + column_warps - 1) / column_warps;
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  stage_scales(first_step, first_step + min(phase_steps, steps));
+  constexpr int WITH_SCALES = WHOLE ? 1 : 0;  // steps whose weights are asked for before the scales, and waited for with them
+  if constexpr (WHOLE) {
+    if (turns > 0) load(lane_ring);
+    stage_section();
+  } else {
+    stage_scales(first_step, first_step + min(phase_steps, steps));
+  }
   commit();
 #pragma unroll
-  for (int d = 0; d < RING_STAGES; ++d) {
+  for (int d = WITH_SCALES; d < RING_STAGES; ++d) {
     if (d < turns) load(lane_ring + d * (FR * 1024));
     commit();
   }
@@ -228,20 +253,8 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
 
   uint32_t slot = lane_ring;
   const uint32_t ring_end = lane_ring + RING_STAGES * FR * 1024;
-  for (int first = 0; first < all_turns; first += p.phase_turns) {
+  auto run_turns = [&](int first, int last) {
     const int begin = first * column_warps;
-    if (first > 0) {
-      __syncthreads();
-      stage_scales(first_step + begin, first_step + min(begin + phase_steps, steps));
-      commit();
-      stage(begin);
-      wait_groups<0>();
-    } else {
-      stage(begin);
-      wait_groups<RING_STAGES>();
-    }
-    __syncthreads();
-    const int last = min(first + p.phase_turns, turns);
     int local = column_warp;
 #pragma unroll 2
     for (int turn = first; turn < last; ++turn, local += column_warps) {
@@ -257,6 +270,28 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
       slot = slot + FR * 1024 == ring_end ? lane_ring : slot + FR * 1024;
       multiply(words, first_step + begin + local, local);
     }
+  };
+  if constexpr (WHOLE) {
+    stage(0);
+    wait_groups<RING_STAGES - WITH_SCALES>();
+    __syncthreads();
+    run_turns(0, turns);
+  } else {
+    for (int first = 0; first < all_turns; first += p.phase_turns) {
+      if (first > 0) {
+        const int begin = first * column_warps;
+        __syncthreads();
+        stage_scales(first_step + begin, first_step + min(begin + phase_steps, steps));
+        commit();
+        stage(begin);
+        wait_groups<0>();
+      } else {
+        stage(0);
+        wait_groups<RING_STAGES - WITH_SCALES>();
+      }
+      __syncthreads();
+      run_turns(first, min(first + p.phase_turns, turns));
+    }
   }
 
 #pragma unroll
@@ -266,9 +301,27 @@ __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_cons
   store_results<T>(p, acc, [&](int f, int h) { return row_of(row_warp * FR + f, h, g); });
 }
 
+template <typename SCALE, Storage STORAGE, int TOKENS, int FR, bool WHOLE>
+__global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_constant__ Product p) {
+  ring_block<SCALE, STORAGE, TOKENS, FR, WHOLE>(p, blockIdx.x);
+}
+
+// Products of one x with two weights, in the columns of one y. Blocks of Q6_K have more bytes, so they begin first.
+template <int TOKENS>
+__global__ void __maxnreg__(registers(TOKENS, 1)) ring_stacked_kernel(const __grid_constant__ Stacked both) {
+  if (int(blockIdx.x) < both.q6_k_blocks) {
+    ring_block<__half, Storage::q6_k, TOKENS, 1, true>(both.q6_k, blockIdx.x);
+  } else {
+    ring_block<__half, Storage::q4_k, TOKENS, 1, true>(both.q4_k, blockIdx.x - both.q6_k_blocks);
+  }
+}
+
 template <typename SCALE, Storage STORAGE, int TOKENS, int FR>
 cudaError_t ring_launch(const Product& p, const Launch& how, cudaStream_t stream) {
-  return enqueue(ring_kernel<SCALE, STORAGE, TOKENS, FR>, 16 * FR * p.row_warps, p, how, stream);
+  constexpr bool MAY_BE_WHOLE = !Traits<STORAGE>::group && TOKENS <= 8;
+  const auto kernel = MAY_BE_WHOLE && p.section_pieces > 0 ? ring_kernel<SCALE, STORAGE, TOKENS, FR, MAY_BE_WHOLE>
+                                                           : ring_kernel<SCALE, STORAGE, TOKENS, FR, false>;
+  return enqueue(kernel, 16 * FR * p.row_warps, p, how, stream);
 }
 
 template <typename SCALE, Storage STORAGE>

@@ -241,10 +241,15 @@ def linear_int8(
 
 
 def linear_gguf(
-    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None, plan: PackedPlan | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, kind: str, bias: torch.Tensor | None = None,
+    below: torch.Tensor | None = None, below_kind: str | None = None, plan: PackedPlan | None = None,
+) -> torch.Tensor:  # fmt: skip
     """The op `linear_gguf`. Blocks as stored are dequantised by the reference."""
-    return _linear_gguf(x, weight, kind, bias, plan)[0]
+    if below is None or below_kind is None:
+        return _linear_gguf(x, weight, kind, bias, plan)[0]
+    parts = (None, None) if bias is None else bias.split((weight.shape[0], below.shape[0]))
+    both = (weight, kind, parts[0]), (below, below_kind, parts[1])
+    return torch.cat([_linear_gguf(x, *one, plan)[0] for one in both], -1)
 
 
 def packed_product(
