@@ -127,3 +127,25 @@ def test_products_of_all_forms_below_each_other(with_bias):
     nbytes, weights = bytes_and_weights(torch.nn.Sequential(weight, torch.nn.Linear(4, 2, bias=False)))
     assert nbytes == sum(p.nbytes for p in parts[:1]) + sum(m.nbytes for m in weight.matrices[1:]) + 32
     assert weights == weight.numel() + 8
+
+
+@pytest.mark.parametrize("planes", [False, True])
+def test_two_kinds_of_blocks_are_one_call(planes):
+    """As q and k in Q4_K above v in Q6_K: the rows keep their order, and the bias its rows."""
+    matrices = [blocks(48, COLUMNS, "Q4_K"), blocks(16, COLUMNS, "Q4_K"), blocks(24, COLUMNS, "Q6_K")]
+    if planes:
+        matrices = [matrix.as_planes() for matrix in matrices]
+    calls = []
+
+    class Counted:
+        def __getattr__(self, name):
+            value = getattr(NATIVE, name)
+            return (lambda *args: calls.append(len(args)) or value(*args)) if name == "linear_gguf" else value
+
+    weight = PackedWeight(matrices, torch.float32, Counted())
+    assert [m.shape[0] for m in weight.matrices] == [64, 24]
+    x, bias = torch.randn(3, COLUMNS), torch.randn(88)
+    whole = torch.cat([m.dequantised() for m in matrices])
+    torch.testing.assert_close(weight(x), F.linear(x, whole), rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(weight(x, bias), F.linear(x, whole, bias), rtol=1e-4, atol=1e-2)
+    assert calls == [6, 6]
