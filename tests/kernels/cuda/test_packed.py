@@ -279,6 +279,12 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
         assert plan_ring(kind, 4096, 96, tokens, 132, True) == PackedCudaPlan(4, 12, 2, 1)
         assert plan_ring(kind, 5120, 96, tokens, 132, True) == PackedCudaPlan(6, 12, 2, 1)
         assert plan_ring(kind, 256, 8, tokens, 132, True) is None  # few blocks
+    if tokens == 1:
+        plans = [plan_ring(kind, rows, 32, 1, 132, False) for rows in (1024, 4096, 6144, 24576, 151936)]
+        wanted = {"int4": (18, 18, 18, 48, 48), "Q4_K": (18, 18, 14, 44, 44), "Q6_K": (18, 18, 18, 44, 14)}[kind]
+        assert [10 * p.row_warps + p.warps for p in plans] == list(wanted)
+        assert plan_ring(kind, 6144, 64, 1, 132, False).warps == plan_ring(kind, 4208, 32, 1, 132, False).warps == 8
+        assert plan_ring(kind, 151936, 8, 1, 132, False).row_warps == 4  # too few columns to share
     assert ScalePlane(2, 1).room(4) >= 3 * 2 + 14  # four steps from an odd one have parts of three pairs
 
 

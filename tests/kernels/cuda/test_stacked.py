@@ -108,6 +108,8 @@ def test_plans_have_room():
         assert needed <= 227 * 1024
         assert blocks <= 132 * (228 * 1024 // (needed + 1024))
     assert plan_stacked_ring((5120, 1024), 32, 9, 132) is None
+    one = [plan_stacked_ring(rows, 32, 1, 132) for rows in ((5120, 1024), (2048, 1024), (17, 1))]
+    assert [(p.row_warps, p.warps, p.splits) for p in one] == [(1, 4, 1), (1, 8, 1), (1, 8, 1)]
     assert plan_stacked_ring((1 << 17, 1024), 32, 1, 132) is None
     large = products.planes_of(49152, make("Q6_K", 1, 49152, "cpu")[0][1], "Q6_K/planes")
     plan = plan_ring("Q6_K", 8192, 384, 1, 132, True)

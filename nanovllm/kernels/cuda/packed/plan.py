@@ -42,6 +42,8 @@ _LARGE_ROWS = 16384
 """From which on a product has enough blocks of 64 rows."""
 _LONG_GROUPS = 64
 """From which on 8 warps are too few for the columns of two of them."""
+_MANY_WAVES_ROWS = 1 << 16
+"""From which on a product has many waves of blocks, as an LM head."""
 _LEAST_STEPS = 4
 """Groups of 128 columns that a split has at least."""
 
@@ -107,9 +109,13 @@ def plan_ring(
             return PackedCudaPlan(1, 8, 1, 1)
         if sums:
             return PackedCudaPlan(2, 12, 1, 1) if groups >= _LONG_GROUPS else PackedCudaPlan(2, 8, 2, 1)
+        if kind == "Q6_K" and rows >= _MANY_WAVES_ROWS and groups >= 2 * RING_STAGES:
+            # A block of 64 rows has so many scales that four blocks have room, 16 warps. Of 16 rows six have room: more
+            # bytes are on their way. In fewer waves the kernel behind, which starts with the last, would be later.
+            return PackedCudaPlan(1, 4, 1, 1)
         if large:
             return PackedCudaPlan(4, 8 if kind == "int4" else 4, 1, 1)
-        return PackedCudaPlan(1, 8, 1, 1)
+        return _plan_one_token(rows, groups, multiprocessors) if kind == "Q4_K" else PackedCudaPlan(1, 8, 1, 1)
     if tokens <= 8:
         return _plan_wide_ring(rows, groups, multiprocessors, sums)
     four = kind != "Q6_K"
@@ -125,9 +131,18 @@ def plan_stacked_ring(rows: tuple[int, int], groups: int, tokens: int, multiproc
     if tokens > 8 or sum(rows) >= _LARGE_ROWS:
         return None
     if tokens == 1:
-        return PackedCudaPlan(1, 8, 1, 1)
+        return _plan_one_token(sum(rows), groups, multiprocessors)
     blocks = ((warps, sum(-(-n // (16 * warps)) for n in rows)) for warps in (1, 2, 3, 4, 6, 12))
     return PackedCudaPlan(next((w for w, count in blocks if count <= multiprocessors), 12), 12, 1, 1)
+
+
+def _plan_one_token(rows: int, groups: int, multiprocessors: int) -> PackedCudaPlan:
+    """For one token and so few rows that blocks of 16 are about one wave. If a multiprocessor has at least two, blocks
+    of 4 warps have enough bytes on their way, and leave room for blocks of the kernel behind, which start early: alone
+    such a product is slower by 3 to 5 %, but with what follows it is faster. Of fewer blocks each has to have more.
+    """
+    small = -(-rows // 16) >= _ROW_BLOCKS * multiprocessors and groups < _LONG_GROUPS
+    return PackedCudaPlan(1, 4 if small else 8, 1, 1)
 
 
 def _plan_wide_ring(rows: int, groups: int, multiprocessors: int, sums: bool) -> PackedCudaPlan | None:
