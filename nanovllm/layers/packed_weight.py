@@ -180,6 +180,7 @@ class PackedWeight(nn.Module):
         self._ops = [(FusedOp if m.op == "linear" else SelectedOp)(m.op, kernels) for m in self.matrices]
         names = [m.quantising_op if quantise_activations else None for m in self.matrices]
         self._quantising = [QuantisingOp(name, kernels) for name in names]
+        self._embedding = kernels.embedding_packed
         self._stacked = len(self.matrices) == 2 and all(
             m.op == "linear_gguf" and m.permutation is None for m in self.matrices
         )
@@ -262,7 +263,10 @@ class PackedWeight(nn.Module):
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """The rows that int64 [n] names, dequantised: [n, columns], of `dtype`."""
         (matrix,) = self.matrices
-        return matrix.take_rows(index).dequantised(self.dtype)
+        stored = matrix.stored_operands() if matrix.permutation is None else None
+        if stored is None:
+            return matrix.take_rows(index).dequantised(self.dtype)
+        return self._embedding(index, *stored, matrix.shape[1], self.dtype)  # type: ignore[no-any-return]
 
     def dequantised(self) -> torch.Tensor:
         """[rows, columns], of `dtype`."""

@@ -66,6 +66,7 @@ _triton(
     "gemm.small_products", ops.add_rms_norm_gate_up, ops.add_rms_norm_linear, ops.linear, ops.linear_add_rms_norm,
     ops.linear_silu_and_mul, num_tokens=True,
 )  # fmt: skip
+_triton("gemm.packed_embedding", ops.embedding_packed)
 _triton("gemm.packed_products", ops.linear_fp8, ops.linear_gguf, ops.linear_int4, ops.linear_int8)
 _triton("gemm.packed_products", ops.linear_packed_add_rms_norm, num_tokens=True)
 _triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=fp8_refused, num_tokens=True)

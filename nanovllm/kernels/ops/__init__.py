@@ -8,6 +8,7 @@ from nanovllm.kernels.ops.attention import attention_decode, attention_prefill
 from nanovllm.kernels.ops.attention_shared import attention_decode_shared, qk_norm_rope_attention_shared
 from nanovllm.kernels.ops.decoder_step import decoder_step
 from nanovllm.kernels.ops.embedding import embedding
+from nanovllm.kernels.ops.embedding_packed import embedding_packed
 from nanovllm.kernels.ops.linear import linear, linear_add_rms_norm, linear_silu_and_mul
 from nanovllm.kernels.ops.linear_fp8 import linear_fp8
 from nanovllm.kernels.ops.linear_fp8_dynamic import (
@@ -35,9 +36,9 @@ __all__ = [
     "NewTokens", "PagedKV", "SharedPrefixes", "add_rms_norm", "add_rms_norm_gate_up", "add_rms_norm_linear",
     "add_rms_norm_linear_fp8_dynamic", "all_gather_last", "all_reduce", "all_reduce_add_rms_norm",
     "apply_token_bitmask", "attention_decode", "attention_decode_shared", "attention_prefill", "decoder_step",
-    "embedding", "gelu_and_mul", "linear", "linear_add_rms_norm", "linear_fp8", "linear_fp8_dynamic", "linear_gguf",
-    "linear_int4", "linear_int8", "linear_packed_add_rms_norm", "linear_packed_silu_and_mul", "linear_silu_and_mul",
-    "moe_experts", "moe_experts_fp8", "moe_route", "qk_norm_rope", "qk_norm_rope_attention",
-    "qk_norm_rope_attention_shared", "qk_norm_rope_store", "rms_norm", "rotary_embedding", "sample", "silu_and_mul",
-    "silu_and_mul_linear_fp8_dynamic", "store_kvcache",
+    "embedding", "embedding_packed", "gelu_and_mul", "linear", "linear_add_rms_norm", "linear_fp8",
+    "linear_fp8_dynamic", "linear_gguf", "linear_int4", "linear_int8", "linear_packed_add_rms_norm",
+    "linear_packed_silu_and_mul", "linear_silu_and_mul", "moe_experts", "moe_experts_fp8", "moe_route", "qk_norm_rope",
+    "qk_norm_rope_attention", "qk_norm_rope_attention_shared", "qk_norm_rope_store", "rms_norm", "rotary_embedding",
+    "sample", "silu_and_mul", "silu_and_mul_linear_fp8_dynamic", "store_kvcache",
 ]  # fmt: skip

@@ -50,7 +50,7 @@ def _product(
     return (linear_int4 if storage == "int4" else linear_int8).native(x, weight, scale, zero, bias)
 
 
-def _weight(t, tokens, outputs, size, storage):
+def weight_inputs(t, tokens, outputs, size, storage):
     """x and a weight of _EXAMPLES[storage - 1]."""
     name = _EXAMPLES[storage - 1]
     if name in GGUF_TYPES:
@@ -66,16 +66,16 @@ def _weight(t, tokens, outputs, size, storage):
 
 def _silu_inputs(t, tokens, outputs, size, storage=2):
     """storage: 1 (fp8), 2 (int4), 3 (int8), 4 (Q4_K), 5 (Q6_K) or 6 (Q8_0)."""
-    return _weight(t, tokens, 2 * outputs, size, storage)
+    return weight_inputs(t, tokens, 2 * outputs, size, storage)
 
 
 def _norm_inputs(t, tokens, outputs, size, storage=2):
     """storage: as of `_silu_inputs`."""
     norm = norm_inputs(t, tokens, outputs)
-    return {**_weight(t, tokens, outputs, size, storage), **norm}
+    return {**weight_inputs(t, tokens, outputs, size, storage), **norm}
 
 
-def _needs(numbers):
+def needs_storage(numbers):
     if not 1 <= numbers["storage"] <= len(_EXAMPLES):
         return f"STORAGE of {', '.join(f'{i} ({name})' for i, name in enumerate(_EXAMPLES, 1))}"
     name = _EXAMPLES[numbers["storage"] - 1]
@@ -98,7 +98,7 @@ _SMALL = [
     (1, 2, 32), (2, 9, 96, 2), (5, 72, 1024), (3, 40, 320, 1), (0, 8, 32), (9, 33, 160, 3), (17, 20, 512, 4),
     (2, 37, 256, 5), (33, 40, 64, 6), (4, 24, 120),
 ]  # fmt: skip
-_SCALES = {
+SCALES = {
     "scale": "float32[scale_rows, scale_columns] | float16[scale_rows, scale_columns] | "
     "bfloat16[scale_rows, scale_columns]",
     "zero": "uint8[scale_rows, scale_columns]",
@@ -107,11 +107,11 @@ _SCALES = {
 
 @op(
     arguments={
-        "x": "[..., size]", "weight": "uint8[2*outputs, bytes] | float8_e4m3fn[2*outputs, bytes]", **_SCALES,
+        "x": "[..., size]", "weight": "uint8[2*outputs, bytes] | float8_e4m3fn[2*outputs, bytes]", **SCALES,
     },
     inputs=Inputs(
         _silu_inputs,
-        needs=_needs,
+        needs=needs_storage,
         small=_SMALL,
         # Qwen3-0.6B and 8B.
         decode=[
@@ -146,12 +146,12 @@ def linear_packed_silu_and_mul(
 
 @op(
     arguments={
-        "x": "[..., size]", "weight": "uint8[outputs, bytes] | float8_e4m3fn[outputs, bytes]", **_SCALES,
+        "x": "[..., size]", "weight": "uint8[outputs, bytes] | float8_e4m3fn[outputs, bytes]", **SCALES,
         "residual": "[..., outputs]", "norm_weight": "[outputs]", "bias": "[outputs]",
     },
     inputs=Inputs(
         _norm_inputs,
-        needs=_needs,
+        needs=needs_storage,
         small=_SMALL,
         # Down projections of Qwen3-0.6B and 8B.
         decode=[

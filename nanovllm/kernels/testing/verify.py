@@ -68,9 +68,9 @@ class Case:
         if x.shape[0] != math.prod(self.leading):
             return x
         if not self.strided:
-            return x.view(*self.leading, *x.shape[1:])
+            return x.view((*self.leading, *x.shape[1:]))  # of one tuple: () is a shape too
         n = len(self.leading)
-        return x.view(*self.leading[::-1], *x.shape[1:]).permute(*reversed(range(n)), *range(n, n + x.dim() - 1))
+        return x.view((*self.leading[::-1], *x.shape[1:])).permute((*reversed(range(n)), *range(n, n + x.dim() - 1)))
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,25 @@
-"""Packed weights as a matrix of plain numbers: for many tokens, and for what the kernels of few tokens do not take."""
+"""Packed weights as a matrix of plain numbers: for many tokens, for what the kernels of few tokens do not take, and for
+the rows of an embedding.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from nanovllm.kernels.ops.gguf_blocks import GGUFType
 from nanovllm.kernels.triton.device_math import to_dtype
+from nanovllm.kernels.triton.early_start import launched_early
 from nanovllm.kernels.triton.gemm.packed_decode import fp8_to_float32
 from nanovllm.kernels.triton.launch_arguments import cdiv
 
 _ROWS, _COLUMNS = 16, 256
+_FEW_ROWS = 32
+"""Up to which a program has one row, and one warp: the rows of a decode step."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["index"])
 def dequantise_kernel(
     weight,  # words [num_rows, words]: int32, or uint8 if PER is 1
     d,  # [rows, columns] of scales
@@ -19,18 +27,24 @@ def dequantise_kernel(
     sc,  # [num_rows, parts] integers, by which d is multiplied; None: 1
     mn,  # like sc, multiplied by m and subtracted; None: m is added
     zero,  # uint8 [num_rows, parts]; None: ZERO
+    index,  # [num_rows]: which row of the weight a row of the result is; None: all, in order
     out,  # [num_rows, size]
     num_rows, size, weight_stride, d_stride, sc_stride, zero_stride,
     FLOATS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     PER: tl.constexpr,  # weights that are read at once, and have the same scales: those of a word, or one
     D_ROWS: tl.constexpr, D_COLUMNS: tl.constexpr,  # that share a number of d
     PART: tl.constexpr,  # columns that share one of sc, mn and zero
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid [tiles of rows, tiles of columns]."""
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    to = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     first = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS // PER) * PER)[None, :]
-    live = (row < num_rows) & (first < size)
+    live = (to < num_rows) & (first < size)
+    row = to
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+    if index is not None:
+        row = tl.load(index + to, to < num_rows, other=0).to(tl.int64)
     place = tl.arange(0, PER)[None, None, :]
     word = tl.load(weight + row * weight_stride + (first // PER if PER > 1 else first * BITS // 8), live, other=0)
     shift = place * BITS if PER > 1 else (first % (8 // BITS) * BITS)[:, :, None]
@@ -52,16 +66,20 @@ def dequantise_kernel(
         if mn is not None:
             low = -low * tl.load(mn + row * sc_stride + part, live, other=0).to(tl.float32)
         y += low[:, :, None]
-    tl.store(out + (row * size + first)[:, :, None] + place, to_dtype(y, out.dtype.element_ty), live[:, :, None])
+    tl.store(out + (to * size + first)[:, :, None] + place, to_dtype(y, out.dtype.element_ty), live[:, :, None])
 
 
 def dequantised(
     weight: torch.Tensor, size: int, dtype: torch.dtype, d: torch.Tensor, *,
     bits: int, zero: int | torch.Tensor = 0, floats: bool = False, d_rows: int = 1, d_columns: int, part: int = 1,
     m: torch.Tensor | None = None, sc: torch.Tensor | None = None, mn: torch.Tensor | None = None,
+    index: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """A packed weight [num_rows, bytes] as [num_rows, size] in `dtype`, rounded once. Operands as the kernel's."""
-    num_rows, per = weight.shape[0], 32 // bits
+    """A packed weight [num_rows, bytes] as [num_rows, size] in `dtype`, rounded once. Operands as the kernel's.
+
+    index: integers [n], contiguous: of these rows alone, [n, size].
+    """
+    num_rows, per = (weight if index is None else index).shape[0], 32 // bits
     out = torch.empty((num_rows, size), dtype=dtype, device=weight.device)
     zeros = zero if isinstance(zero, torch.Tensor) else None
     parts = part if sc is not None or zeros is not None else per
@@ -71,9 +89,45 @@ def dequantised(
     else:
         per = 1
     if out.numel():
-        dequantise_kernel[cdiv(num_rows, _ROWS), cdiv(size, _COLUMNS)](
-            weight, d, m, sc, mn, zeros, out, num_rows, size, weight.stride(0), d.stride(0),
+        few = num_rows <= _FEW_ROWS
+        rows = 1 if few else _ROWS
+        early = index is not None and launched_early(weight, num_rows)
+        dequantise_kernel[cdiv(num_rows, rows), cdiv(size, _COLUMNS)](
+            weight, d, m, sc, mn, zeros, index, out, num_rows, size, weight.stride(0), d.stride(0),
             0 if sc is None else sc.stride(0), 0 if zeros is None else zeros.stride(0),
-            floats, bits, 0 if isinstance(zero, torch.Tensor) else zero, per, d_rows, d_columns, part, _ROWS, _COLUMNS,
+            floats, bits, 0 if isinstance(zero, torch.Tensor) else zero, per, d_rows, d_columns, part, rows, _COLUMNS,
+            early, num_warps=1 if few else 4, launch_pdl=early,
         )  # fmt: skip
     return out
+
+
+class GGUFPlanes(NamedTuple):
+    """The planes of a weight as kernels take them: views."""
+
+    codes: torch.Tensor
+    d: torch.Tensor
+    m: torch.Tensor | None
+    sc: torch.Tensor | None
+    mn: torch.Tensor | None
+
+
+def planes_of(of: GGUFType, weight: torch.Tensor, size: int) -> GGUFPlanes:
+    """weight: uint8 [num_rows, bytes], rows of planes."""
+    planes: dict[str, Any] = {name: of.plane(weight, name, size).flatten(1) for name in of.planes}
+    for name in {"d", "m"} & planes.keys():
+        odd = planes[name].stride(0) % 2 or planes[name].storage_offset() % 2
+        planes[name] = (planes[name].contiguous() if odd else planes[name]).view(torch.float16)
+    if "sc" in planes and of.part == 16:  # Q6_K's are signed
+        planes["sc"] = planes["sc"].view(torch.int8)
+    return GGUFPlanes(planes["q"], planes["d"], planes.get("m"), planes.get("sc"), planes.get("mn"))
+
+
+def dequantised_gguf(
+    of: GGUFType, planes: GGUFPlanes, size: int, dtype: torch.dtype, index: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`dequantised` of GGUF's planes."""
+    codes, d, m, sc, mn = planes
+    return dequantised(
+        codes, size, dtype, d, bits=of.bits, zero=of.zero, d_columns=of.block_size, part=of.part, m=m, sc=sc, mn=mn,
+        index=index,
+    )  # fmt: skip

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 
-from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf, dequantise_gguf
+from nanovllm.kernels.ops.gguf_blocks import check_gguf, dequantise_gguf
 from nanovllm.kernels.ops.linear_fp8 import block_shape
 from nanovllm.kernels.ops.linear_int4 import group_size
 from nanovllm.kernels.ops.linear_packed import check_storage
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import has_dependent_launch
-from nanovllm.kernels.triton.gemm.packed_dequantise import dequantised
+from nanovllm.kernels.triton.gemm.packed_dequantise import dequantised, dequantised_gguf, planes_of
 from nanovllm.kernels.triton.gemm.packed_kernels import group_kernel, part_kernel
 from nanovllm.kernels.triton.gemm.packed_plan import (
     MAX_TOKENS,
@@ -188,12 +188,8 @@ def _linear_gguf(
     weight = adjacent(weight)
     if not planes:
         return F.linear(x, dequantise_gguf(weight, kind, size).to(x.dtype), bias), form == "product"
-    codes = of.plane(weight, "q", size).flatten(1)
-    d, m = (_halves(of, weight, name, size) for name in ("d", "m"))
-    assert d is not None
-    sc, mn = (of.plane(weight, name, size).flatten(1) if name in of.planes else None for name in ("sc", "mn"))
-    if sc is not None and of.part == 16:  # Q6_K's are signed
-        sc = sc.view(torch.int8)
+    parts = planes_of(of, weight, size)
+    codes, d, m, sc, mn = parts
     call = _few(x, codes, of.bits, bias, form)
     if call is not None:
         per = 16 // of.bits
@@ -202,15 +198,7 @@ def _linear_gguf(
             part_kernel, call, of.name, of.bits, (d, m, sc, mn, None), strides, x.shape, plan,
             ZERO=of.zero, PART_WORDS=of.part // per, BLOCK_PARTS=1 if sc is None else of.block_size // of.part,
         )  # fmt: skip
-    w = dequantised(
-        codes, size, x.dtype, d, bits=of.bits, zero=of.zero, d_columns=of.block_size, part=of.part, m=m, sc=sc, mn=mn
-    )
-    return F.linear(x, w, bias), form == "product"
-
-
-def _halves(of: GGUFType, weight: torch.Tensor, name: str, size: int) -> torch.Tensor | None:
-    """A plane of float16 numbers, if rows have it: [outputs, blocks], a view."""
-    return of.plane(weight, name, size).flatten(1).view(torch.float16) if name in of.planes else None
+    return F.linear(x, dequantised_gguf(of, parts, size, x.dtype), bias), form == "product"
 
 
 # ---- the ops. plan: in place of the one that is made or was measured.

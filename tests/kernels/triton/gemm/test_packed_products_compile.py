@@ -11,6 +11,7 @@ if triton.knobs.runtime.interpret:
 
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES
 from nanovllm.kernels.triton.gemm import packed_products
+from nanovllm.kernels.triton.gemm.packed_embedding import embedding_packed
 from nanovllm.kernels.triton.gemm.packed_plan import PackedPlan, tokens_of_a_program
 from tests.kernels.triton.compiled import compiled, launches_of, resources
 
@@ -115,3 +116,24 @@ def longest_loop(code):
     back = re.finditer(r"^\s*/\*([0-9a-f]{4,})\*/.*\bBRA\S*.*?0x([0-9a-f]+)", code, re.M)
     loops = [(int(m[2], 16), int(m[1], 16)) for m in back]
     return max(sum(first <= a <= last for a in at) for first, last in loops if first < last)
+
+
+def test_an_embedding_is_one_kernel_that_reads_after_its_predecessor(tmp_path):
+    token_ids, q6_k, half = torch.zeros(1, dtype=torch.int64), GGUF_TYPES["Q6_K"], torch.float16
+    words, scale = empty(OUTPUTS, SIZE // 2), empty(OUTPUTS, SIZE // 128, dtype=half)
+
+    def call(*operands):
+        return lambda: embedding_packed(token_ids, *operands, SIZE, torch.bfloat16)
+
+    forms = [
+        ("Q6_K", call("Q6_K" + PLANES, empty(OUTPUTS, q6_k.plane_offsets(SIZE)[1]), None, None)),
+        ("int4", call("int4", words, scale, None)),
+    ]
+    launches = launches_of(forms)
+    assert [name for name, *_ in launches] == ["Q6_K", "int4"]
+    for name, kernel, args, options in launches:
+        named = dict(zip(kernel.arg_names, args)) | {"DEPENDENT": True}
+        binary = compiled(kernel, tuple(named.values()), {"num_warps": options["num_warps"]}, 90)
+        _, stack, local = resources(binary, tmp_path)
+        ptx = binary.asm["ptx"]
+        assert stack == local == 0 and ptx.index("griddepcontrol.wait") < ptx.index("ld.global"), name
