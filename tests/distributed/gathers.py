@@ -9,8 +9,6 @@ from tests.distributed.spmd import device_of
 
 SIZES = (3, 1, 5, 2, 1, 4, 4, 0, 5)
 """The rows of each call: more calls than the kernel has turns, of more and fewer rows."""
-MOST_ROWS = 256
-"""That the kernel takes; torch.distributed gathers more, and keeps -0."""
 FORMS = ["contiguous", "row stride", "column stride"]
 """Of what takes a result; None: nothing is given."""
 
@@ -36,6 +34,11 @@ def taking(form, rows, length, dtype, device):
 def digest(x):
     """Of the bits of x: -0 is not 0, and NaN equals NaN."""
     return hashlib.blake2b(x.contiguous().view(torch.uint8).cpu().numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def by_the_kernel(rows, n, dtype):
+    """Whether the kernel gathers so many rows. torch.distributed gathers more, or more than 20 MiB of a rank."""
+    return rows <= min(256, (20 << 20) // (-(-n // 16) * 16 * dtype.itemsize))
 
 
 def gathered(group, provider, dtype, n, length, sizes=SIZES):
@@ -64,7 +67,7 @@ def wanted(provider, dtype, n, length, size, sizes=SIZES):
     results = []
     for call, rows in enumerate(sizes):
         want = torch.cat([columns(rank, call, rows, n, dtype) for rank in range(size)], -1)[:, :length]
-        if provider == "triton" and rows <= MOST_ROWS:
-            want = torch.where(want == 0, 0.0, want).to(dtype)  # never -0
+        if provider == "triton" and by_the_kernel(rows, n, dtype):
+            want = torch.where(want == 0, 0.0, want).to(dtype)  # never -0, which torch.distributed keeps
         results.append(digest(want))
     return results
