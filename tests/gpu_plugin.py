@@ -77,16 +77,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+_LARGE = "test_verified[qk_norm_rope_attention"
+"""References of these ops take up to 55 GiB, so of one op only one dtype at a time."""
 _ONE_ENGINE = tuple(f"tests/llm/test_{name}.py" for name in ("bad_input", "chat_tools", "async_llm"))
 
 
-def _group(test: str) -> str:
+def group_of(test: str) -> str:
     """A name that tests share which one process runs, one after the other: they use one engine, which each process
-    that gets some of them would build.
+    that gets some of them would build, or much memory.
     """
     path, _, name = test.partition("::")
     if path.endswith(_ONE_ENGINE):
         return path
+    if name.startswith(_LARGE):
+        return test.partition("-")[0]
     modes = [mode for mode in ("[sync", "[async") if mode in name]
     return path + modes[0] if modes and "tests/llm/" in path else test
 
@@ -98,7 +102,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return _group(nodeid)
+            return group_of(nodeid)
 
         def _reschedule(self, node: Any) -> None:
             """A worker begins a test when it knows the next."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_plugin import group_of
 from tests.gpu_results import Result, Results
 from tests.gpu_run import GIB_A_PROCESS, Run, num_processes
 
@@ -194,6 +195,16 @@ def test_one_process_runs_the_tests_that_use_one_engine(tmp_path):
     assert worker != first
     assert workers["async"] == [worker + i for i in "01234"]
     assert workers["sync"] == [*(first + i for i in "012"), *(second + i for i in "34")]
+
+
+def test_tests_of_one_op_that_take_much_memory_run_one_after_the_other():
+    path = "tests/kernels/triton/test_verified.py::test_verified"
+    names = [
+        f"{path}[qk_norm_rope_attention{op}-{dtype}-0]" for op in ("", "_shared") for dtype in ("float16", "float32")
+    ]
+    groups = [group_of(name) for name in names]
+    assert groups[0] == groups[1] != groups[2] == groups[3]
+    assert group_of(f"{path}[rms_norm-float16-0]") != group_of(f"{path}[rms_norm-float32-0]")
 
 
 def test_a_process_whose_time_is_over_is_stopped(tmp_path):
