@@ -9,7 +9,7 @@ DEAR = (
     "torch._inductor",
 )  # fmt: skip
 # The modules of other commands are imported when those are called.
-COMMANDS = [f"nanovllm.cli.{name}" for name in ("command_group", "foreign_options", "option_records")]
+COMMANDS = [f"nanovllm.cli.{name}" for name in ("command_group", "foreign_options", "number_options", "option_records")]
 
 
 def test_generate_imports_nothing_dear(smollm2_path) -> None:

@@ -103,7 +103,10 @@ class _Writer:
             several = len(m.outputs) > 1
             for i, fx in enumerate(m.outputs):
                 if fx is not None:
-                    self.made[fx] = self.graph.call_function(operator.getitem, (result, i)) if several else result
+                    of_op = self.graph.call_function(operator.getitem, (result, i)) if several else result
+                    # The reference may end in views, which are none of the kernels that the call stands for.
+                    shape = list(fx_nodes.fake(fx)[0].shape)
+                    self.made[fx] = self.graph.call_function(torch.ops.aten.reshape.default, (of_op, shape))
         if wanted not in self.made:  # what it writes to is there already
             written = fx_nodes.mutated(wanted)
             self.made[wanted] = self._value(written[0]) if written else self.called[m]
