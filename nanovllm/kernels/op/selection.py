@@ -101,10 +101,17 @@ def resolve_kernels(
     for plugin in origins:
         warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
     if unused:
-        named_parts = ", ".join(dict.fromkeys(part for parts in unused.values() for part in parts))
-        text = f"your provider of {named_parts} runs, so fused ops with it are not used: {', '.join(unused)}"
+        named_parts = list(dict.fromkeys(part for parts in unused.values() for part in parts))
+        text = f"{_yours_run(named_parts)} are not used: {', '.join(unused)}"
         warn(logger, text) if origins else logger.info("%s", text)
     return Kernels(chosen)
+
+
+def _yours_run(parts: Sequence[str]) -> str:
+    """The first half of the sentence about fused ops that give way to the user's providers of their parts."""
+    if len(parts) == 1:
+        return f"your provider of {parts[0]} runs, so fused ops with it"
+    return f"your providers of {', '.join(parts[:-1])} and {parts[-1]} run, so fused ops with them"
 
 
 def _named_parts(

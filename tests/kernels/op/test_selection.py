@@ -1,6 +1,7 @@
 """Which provider is selected, and what happens when it fails or does not take a call."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -284,11 +285,12 @@ def test_what_gives_way_is_logged(rms_norm, monkeypatch, caplog):
         resolve_kernels(CPU)
         assert "are not used" not in caplog.text
         resolve_kernels(CPU, priority={"rms_norm": ["fast", "native"]})
-    assert (
-        "your provider of rms_norm runs" in caplog.text
-        and "are not used" in caplog.text
-        and "add_rms_norm_gate_up (cpu)" in caplog.text
-    )
+        assert "your provider of rms_norm runs, so fused ops with it are not used: " in caplog.text
+        assert "add_rms_norm_gate_up (cpu)" in caplog.text
+        monkeypatch.setitem(all_ops()["silu_and_mul"].providers, "mine", Provider("mine", double_rows))
+        resolve_kernels(CPU, priority={"rms_norm": ["fast"], "silu_and_mul": ["mine"]})
+    both = r"your providers of (rms_norm and silu_and_mul|silu_and_mul and rms_norm) run, so fused ops with them are"
+    assert re.search(both, caplog.text)
 
 
 def test_the_order_and_its_reason(rms_norm, monkeypatch):
