@@ -48,12 +48,15 @@ model: $(VENV)/.installed-demo,test
 test: model
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(PYTEST_ARGS)
 
-# What `make test` leaves out.
+# What `make test` leaves out. Tests marked `alone` measure times, so they come afterwards, one at a time. 5: there are
+# none in what PYTEST_ARGS names.
 test-rest: model
-	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not gpu and not alone" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and alone and not gpu" $(PYTEST_ARGS) || test $$? = 5
 
 test-all: model
-	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu and not alone" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "alone and not gpu" $(PYTEST_ARGS) || test $$? = 5
 
 test-gpu: model
 	$(BIN)/python -m tests.gpu_run $(PYTEST_ARGS)

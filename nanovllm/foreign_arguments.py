@@ -244,6 +244,10 @@ CALL_ARGUMENTS = table(
 )  # fmt: skip
 """Arguments of the methods `generate` and `chat` of `vllm.LLM`."""
 
+NOT_CALLED = (
+    "an LLM is not called itself: use llm.generate(prompts, SamplingParams(...)), llm.chat(messages), or"
+    " llm.stream(prompt)"
+)
 METHODS = {
     name: answer
     for answer, names in (

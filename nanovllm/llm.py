@@ -16,7 +16,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.request import Request
 from nanovllm.environment import warn_of_misspelt
-from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS
+from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS, NOT_CALLED
 from nanovllm.frontend.progress import ProgressBar
 from nanovllm.frontend.prompt_list import prompt_list
 from nanovllm.frontend.step_loop import StepLoop, Waiter
@@ -35,8 +35,7 @@ class LLM:
     Raises:
         ValueError, TypeError, FileNotFoundError: an argument or the model is wrong; the message says what.
 
-    Threads may share an LLM: calls of `generate`, `chat` and `stream` that come at the same time share its batches, and
-    each returns when its own requests have ended.
+    Threads may share an LLM: calls at the same time share its batches, and each returns when its own requests ended.
 
     Example:
         ```python
@@ -52,8 +51,7 @@ class LLM:
         warn_of_misspelt()
         self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
         self._loop = StepLoop(self.engine)
-        self._added: dict[int, Request] = {}
-        """Requests of `add_request` that `step` has not returned yet."""
+        self._added: dict[int, Request] = {}  # by `add_request`; `step` has not returned them yet
 
     def close(self) -> None:
         """Free the engine's memory. It waits for the calls of other threads; a stream that is open keeps the memory.
@@ -82,10 +80,7 @@ class LLM:
         raise AttributeError(f"LLM.{name}: {answer}" if answer else f"'LLM' object has no attribute {name!r}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            "an LLM is not called itself: use llm.generate(prompts, SamplingParams(...)), llm.chat(messages), or"
-            " llm.stream(prompt)"
-        )
+        raise TypeError(NOT_CALLED)
 
     def __repr__(self) -> str:
         if "engine" not in vars(self):  # a debugger looks at one whose start failed
