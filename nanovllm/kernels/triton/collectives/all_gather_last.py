@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.ops.all_gather_last import check_gather
 from nanovllm.kernels.ops.all_reduce import RankGroup
-from nanovllm.kernels.triton.collectives.peer_memory import EMPTY, INTEGERS, PeerMemory, peer_memory
+from nanovllm.kernels.triton.collectives.peer_memory import EMPTY, INTEGERS, PLACES, PeerMemory, peer_memory
 from nanovllm.kernels.triton.early_start import launched_early
 from nanovllm.kernels.triton.launch_arguments import cdiv, matrix_of
 
@@ -39,10 +39,10 @@ _WARPS = 8
 @triton.jit
 def _all_gather_last_kernel(
     x, y, addresses, turns, x_stride, y_stride, n, length, place_width, most_rows,
-    RANK: tl.constexpr, RANKS: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, BITS: tl.constexpr, PLACE: tl.constexpr, EMPTY: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """EARLY: launched with programmatic dependent launch."""
+    """BITS: an element as an integer; PLACE: what a place holds. EARLY: with programmatic dependent launch."""
     dtype = y.dtype.element_ty
     blocks = tl.cdiv(n, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -51,7 +51,7 @@ def _all_gather_last_kernel(
     in_place = col < place_width
     if EARLY:
         gdc_launch_dependents()
-    own = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(BITS)), 16)
+    own = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(PLACE)), 16)
     if EARLY:
         gdc_wait()  # addresses never change; everything below depends on earlier kernels
     turn = tl.load(turns + tl.program_id(0))
@@ -60,9 +60,9 @@ def _all_gather_last_kernel(
     # Senders are numbered without the one that they send to.
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            there = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(BITS)), 16)
+            there = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(PLACE)), 16)
             place = ((turn * (RANKS - 1) + (RANK - (RANK > rank))) * most_rows + row) * place_width
-            tl.store(there + place + col, bits, in_place)
+            tl.store(there + place + col, bits.to(PLACE), in_place)
     y += row * y_stride
     tl.store(y + RANK * n + col, bits.to(dtype, bitcast=True), (col < n) & (RANK * n + col < length))
     last = tl.minimum((block + 1) * BLOCK, place_width) - 1
@@ -76,8 +76,8 @@ def _all_gather_last_kernel(
                 while tl.load(own + place + last, volatile=True) == EMPTY:
                     pass
                 came = tl.load(awaited, in_place, other=0, volatile=True)
-            tl.store(awaited, tl.full([BLOCK], EMPTY, BITS), in_place)
-            tl.store(y + rank * n + col, came.to(dtype, bitcast=True), (col < n) & (rank * n + col < length))
+            tl.store(awaited, tl.full([BLOCK], EMPTY, PLACE), in_place)
+            tl.store(y + rank * n + col, came.to(BITS).to(dtype, bitcast=True), (col < n) & (rank * n + col < length))
     tl.store(turns + tl.program_id(0), 1 - turn)
 
 
@@ -92,7 +92,7 @@ class _GatherPlaces:
         numel = 2 * others * self.rows * self.width
         self.memory: PeerMemory | None = None
         if self.rows:
-            self.memory = peer_memory(group, name, numel, INTEGERS[nbytes][0], EMPTY[nbytes], device)
+            self.memory = peer_memory(group, name, numel, PLACES[nbytes][0], EMPTY[nbytes], device)
         self.turns = torch.zeros(self.rows * self.blocks, dtype=torch.int32, device=device)
         if self.memory is None:
             self.rows = 0
@@ -131,7 +131,7 @@ def all_gather_last(x: torch.Tensor, length: int, group: RankGroup, out: torch.T
     early = launched_early(x, rows)
     _all_gather_last_kernel[(rows * places.blocks,)](
         x, y, places.memory.addresses, places.turns, stride, y.stride(0), n, length, places.width, places.rows,
-        group.rank, group.size, INTEGERS[nbytes][1], EMPTY[nbytes], _BLOCK_BYTES // nbytes, early,
-        num_warps=_WARPS, launch_pdl=early,
+        group.rank, group.size, INTEGERS[nbytes][1], PLACES[nbytes][1], EMPTY[nbytes],
+        _BLOCK_BYTES // nbytes, early, num_warps=_WARPS, launch_pdl=early,
     )  # fmt: skip
     return y if out is None or y is out else out.copy_(y)

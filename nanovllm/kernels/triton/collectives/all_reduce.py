@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nanovllm.kernels.ops.all_reduce import RankGroup
-from nanovllm.kernels.triton.collectives.peer_memory import EMPTY, INTEGERS, PeerMemory, peer_memory
+from nanovllm.kernels.triton.collectives.peer_memory import EMPTY, INTEGERS, PLACES, PeerMemory, peer_memory
 from nanovllm.kernels.triton.device_math import rounded, to_dtype
 from nanovllm.kernels.triton.early_start import are_constant, norm_launched_early
 from nanovllm.kernels.triton.launch_arguments import adjacent, matrix_of, next_power_of_2, warps_for
@@ -37,17 +37,17 @@ _WIDEST = 32768
 @triton.jit
 def _all_reduce_kernel(
     x, residual, weight, y, total, addresses, turns, x_stride, residual_stride, width, most_rows, eps,
-    RANK: tl.constexpr, RANKS: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, EMPTY: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    RANK: tl.constexpr, RANKS: tl.constexpr, NORM: tl.constexpr, BITS: tl.constexpr, PLACE: tl.constexpr,
+    EMPTY: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """EARLY: launched with programmatic dependent launch."""
+    """BITS: an element as an integer; PLACE: what a place holds. EARLY: with programmatic dependent launch."""
     dtype = y.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, BLOCK)
     mask = col < width
     if EARLY:
         gdc_launch_dependents()
-    own = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(BITS)), 16)
+    own = tl.multiple_of(tl.load(addresses + RANK).to(tl.pointer_type(PLACE)), 16)
     if NORM:
         w = tl.load(weight + col, mask, other=0.0).to(tl.float32)
     if EARLY:
@@ -58,12 +58,12 @@ def _all_reduce_kernel(
     bits = tl.where(bits == EMPTY, 0, bits).to(BITS)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
-            there = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(BITS)), 16)
-            tl.store(there + ((turn * RANKS + RANK) * most_rows + row) * width + col, bits, mask)
+            there = tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(PLACE)), 16)
+            tl.store(there + ((turn * RANKS + RANK) * most_rows + row) * width + col, bits.to(PLACE), mask)
     for rank in tl.static_range(RANKS):
         if rank != RANK:
             emptied = own + ((used * RANKS + rank) * most_rows + row) * width + col
-            tl.store(emptied, tl.full([BLOCK], EMPTY, BITS), mask)
+            tl.store(emptied, tl.full([BLOCK], EMPTY, PLACE), mask)
     if NORM:
         r = tl.load(residual + row * residual_stride + col, mask, other=0.0).to(tl.float32)
     v = tl.zeros([BLOCK], tl.float32)
@@ -75,7 +75,7 @@ def _all_reduce_kernel(
             came = tl.load(awaited, mask, other=0, volatile=True)
             while tl.max((came == EMPTY).to(tl.int32), 0) != 0:
                 came = tl.load(awaited, mask, other=0, volatile=True)
-            v += came.to(dtype, bitcast=True).to(tl.float32)
+            v += came.to(BITS).to(dtype, bitcast=True).to(tl.float32)
     tl.store(turns + row, (turn + 1) % 3)
     v = rounded(v, dtype)
     if NORM:
@@ -90,10 +90,10 @@ class _ReducePlaces:
     """The memory that rows of one width and dtype are exchanged through, and whose turn each row is at."""
 
     def __init__(self, group: RankGroup, name: str, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        size, bits = group.size, INTEGERS[dtype.itemsize][0]
+        size, place = group.size, PLACES[dtype.itemsize][0]
         self.rows = min(_MOST_ROWS, _MOST_BYTES // (width * dtype.itemsize * (size - 1)))
         numel = 3 * size * self.rows * width
-        self.memory: PeerMemory | None = peer_memory(group, name, numel, bits, EMPTY[dtype.itemsize], device)
+        self.memory: PeerMemory | None = peer_memory(group, name, numel, place, EMPTY[dtype.itemsize], device)
         self.turns = torch.zeros(self.rows, dtype=torch.int32, device=device)
         if self.memory is None:
             self.rows = 0
@@ -152,6 +152,6 @@ def _launch(
     early = norm_launched_early(x, rows) and are_constant(weight)
     _all_reduce_kernel[(rows,)](
         x, residual, weight, y, total, places.memory.addresses, places.turns, stride, residual_stride, width,
-        places.rows, eps, group.rank, group.size, norm, INTEGERS[nbytes][1], EMPTY[nbytes], block,
-        early, num_warps=warps_for(block), launch_pdl=early,
+        places.rows, eps, group.rank, group.size, norm, INTEGERS[nbytes][1],
+        PLACES[nbytes][1], EMPTY[nbytes], block, early, num_warps=warps_for(block), launch_pdl=early,
     )  # fmt: skip

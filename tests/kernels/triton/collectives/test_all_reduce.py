@@ -7,8 +7,11 @@ triton = pytest.importorskip("triton")
 if not triton.knobs.runtime.interpret:
     pytest.skip("its processes share the memory of a CPU", allow_module_level=True)
 
+import triton.language as tl
+
 from nanovllm.kernels import add_rms_norm
 from nanovllm.kernels.triton.collectives import all_reduce as kernels
+from nanovllm.kernels.triton.collectives.peer_memory import EMPTY, PLACES, peer_memory
 from tests.distributed.spmd import Pool
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
@@ -64,3 +67,34 @@ def too_large(group):
 
 def test_large_sums_are_those_of_torch_distributed(pool):
     assert pool.run(2, too_large) == [3.0]
+
+
+@triton.jit
+def fill(places, value, BLOCK: tl.constexpr):
+    at = places + tl.arange(0, BLOCK)
+    tl.store(at, tl.full([BLOCK], value, places.dtype.element_ty))
+
+
+@triton.jit
+def copy(places, out, BLOCK: tl.constexpr):
+    at = BLOCK - 1 - tl.arange(0, BLOCK)  # the writer's order reversed, so that the two meet
+    tl.store(out + at, tl.load(places + at, volatile=True))
+
+
+def halves_of_values(group, itemsize, value):
+    """How many places were read with neither EMPTY nor the value in them while another rank wrote the two by turns."""
+    device, places = torch.device("cpu"), 16384
+    memory = peer_memory(group, f"halves {itemsize}", places, PLACES[itemsize][0], EMPTY[itemsize], device)
+    seen, other = torch.empty_like(memory.own), 0
+    for turn in range(1000):
+        if group.rank:
+            fill[(1,)](memory.opened[0], value if turn % 2 else EMPTY[itemsize], places)
+        else:
+            copy[(1,)](memory.own, seen, places)
+            other += int(((seen != EMPTY[itemsize]) & (seen != value)).sum())
+    return -group.smallest(-other, device)
+
+
+@pytest.mark.parametrize(("itemsize", "value"), [(2, 0x3F81), (4, 0x3F812345)])
+def test_a_place_is_read_whole(pool, itemsize, value):
+    assert pool.run(2, halves_of_values, itemsize, value) == 0
