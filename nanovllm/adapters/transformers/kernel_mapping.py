@@ -20,8 +20,15 @@ class NanovllmRMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states [..., size] -> the same shape and dtype."""
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        """hidden_states [..., size] -> the same shape and dtype.
+
+        With a weight of another dtype, as under autocast, and where gradients are recorded, the class's own code runs.
+        """
+        weight = self.weight
+        differentiated = torch.is_grad_enabled() and (hidden_states.requires_grad or weight.requires_grad)
+        if hidden_states.dtype != weight.dtype or differentiated:
+            return type(self).forward(self, hidden_states)  # `self` is the module exchanged, not one of this class
+        return rms_norm(hidden_states, weight, self.variance_epsilon)
 
 
 class NanovllmSiluAndMul(nn.Module):
@@ -56,17 +63,18 @@ class LocalLayer:
         return f"nanovllm layer {self.layer_name}"
 
 
-def kernel_mapping(devices: tuple[str, ...] = ("cuda",)) -> dict[str, dict[str, Any]]:
+def kernel_mapping(devices: str | tuple[str, ...] = ("cuda",)) -> dict[str, dict[str, Any]]:
     """The argument of `kernels.use_kernel_mapping`: our layers by the names that models give to theirs.
 
     Args:
-        devices: types of devices for which the layers are used.
+        devices: the type of device for which the layers are used, or several.
 
     Raises:
         ImportError: the package `kernels` is not installed.
     """
     from kernels import Mode
 
+    devices = (devices,) if isinstance(devices, str) else devices
     layers = {"RMSNorm": NanovllmRMSNorm, "SiluAndMul": NanovllmSiluAndMul}
     mode = Mode.INFERENCE | Mode.TORCH_COMPILE
     return {

@@ -4,7 +4,7 @@ import enum
 import importlib.util
 import inspect
 import sys
-from types import MethodType, ModuleType
+from types import MethodType, ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +62,36 @@ def test_a_norm_of_a_model_computes_the_same(mapping):
     torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
 
 
+class OwnNorm(nn.Module):
+    """A norm that says when its own code runs."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(4)), 1e-6
+        self.forward = MethodType(layer.forward, self)
+
+    def forward(self, hidden_states):
+        return self.weight * hidden_states * float("inf")
+
+
+def test_what_the_op_is_not_for_runs_the_own_code(mapping):
+    """Gradients, and weights of another dtype: under autocast projections give 16 bits to the norms of heads."""
+    norm = OwnNorm(*{repo.load() for repo in mapping["RMSNorm"]["cpu"].values()})
+    x = torch.ones(2, 4)
+    with torch.no_grad():
+        assert norm(x).isfinite().all() and norm(x.bfloat16()).isinf().all()
+    assert norm(x).isinf().all()
+    norm.requires_grad_(False)
+    assert norm(x).isfinite().all() and norm(x.requires_grad_()).isinf().all()
+
+
+def test_one_device(mapping, monkeypatch):
+    kernels = importlib.util.find_spec("kernels")
+    if kernels is None:
+        monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(Mode=Mode))
+    assert kernel_mapping("cpu").keys() == mapping.keys() and {*kernel_mapping("cpu")["RMSNorm"]} == {"cpu"}
+
+
 def test_the_activation(mapping):
     (layer,) = {repo.load() for repo in mapping["SiluAndMul"]["cpu"].values()}
     x = torch.randn(3, 8)
@@ -82,7 +112,8 @@ def test_the_package_itself(mapping):
 
     with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
         norm = kernels.kernelize(Norm(), device="cpu", mode=kernels.Mode.INFERENCE)
-    assert norm(torch.ones(2, 4)).detach().sum() == pytest.approx(8, rel=1e-4)
+    with torch.no_grad():
+        assert norm(torch.ones(2, 4)).sum() == pytest.approx(8, rel=1e-4)
 
 
 def test_without_the_package(monkeypatch):
