@@ -34,3 +34,11 @@ if (location.protocol === "file:") {
     }
   };
 }
+
+// The search takes a dash before a word as "without this word". An option such as --seed is searched as the word itself.
+window.Worker = class extends window.Worker {
+  postMessage(message) {
+    const isQuery = message && message.type === 2;
+    super.postMessage(isQuery ? { ...message, data: message.data.replace(/(^|[\s"])-+(?=\w)/g, "$1") } : message);
+  }
+};

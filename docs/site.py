@@ -1,4 +1,4 @@
-"""Hooks of `make docs`: pages from the repository's root, and links that leave docs/."""
+"""Hooks of `make docs`: pages from the repository's root, links that leave docs/, and what the search shows first."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links between the root and docs/ become links of the site; links to source files become plain text."""
+    if page.file.src_uri.startswith("log/"):
+        page.meta["search"] = {"boost": 0.5}  # what is true now comes before what was tried
     root_pages = {page: source for source, page in PAGES.items()}
     source = root_pages.get(page.file.src_uri)
     here = PurePosixPath(source if source else f"docs/{page.file.src_uri}").parent

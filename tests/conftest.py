@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from nanovllm.weights.demo_model import DemoModelError, demo_model_path
 from tests.interpreter import quicken
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from nanovllm.hardware.gpu_presets import DeviceModel
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -178,3 +181,17 @@ def smollm2_path() -> Path:
         return demo_model_path(progress=False)
     except DemoModelError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture
+def browser() -> Iterator["Browser"]:
+    """Chromium, with time enough for a busy machine."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as p:
+        try:
+            chromium = p.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=300_000)
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium here: {str(error).splitlines()[0]}")
+        yield chromium
+        chromium.close()

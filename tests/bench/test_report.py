@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import json
 import re
-import shutil
 import xml.dom.minidom
 from html.parser import HTMLParser
 
@@ -179,35 +178,27 @@ def test_the_page_is_whole_and_needs_nothing_else(page):
     assert 'title="tiny' not in page  # a thousandth of the flame graph's width
 
 
-def test_the_page_in_a_browser(page, tmp_path):
+def test_the_page_in_a_browser(page, browser, tmp_path):
     """No request, nothing wider than the screen, text large enough to read; the screenshot is drawn, not blank."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
-    browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     path = tmp_path / "profile_report.html"
     path.write_text(page)
-    with playwright.sync_playwright() as p:
-        try:
-            browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"], timeout=300_000)
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium here: {str(error).splitlines()[0]}")
-        for width in (390, 1280):
-            tab = browser.new_page(viewport={"width": width, "height": 844})
-            tab.set_default_timeout(300_000)
-            requests, messages = [], []
-            tab.on("request", lambda r, seen=requests: seen.append(r.url))
-            tab.on("console", lambda m, seen=messages: seen.append(m.text))
-            tab.goto(path.as_uri())
-            assert requests == [path.as_uri()] and messages == []
-            assert tab.evaluate("document.documentElement.scrollWidth") <= width
-            sizes = tab.evaluate(
-                "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
-                ".map(t => t.getBoundingClientRect())"
-                ".map(b => Math.min(b.width, b.height)).filter(s => s > 0)"
-            )
-            widths = "[...document.querySelectorAll('{}')].map(s => s.getBoundingClientRect().width)"
-            boxes, flame = (tab.evaluate(widths.format(of)) for of in (".figure svg", "#flame span"))
-            assert len(sizes) > 40 and sorted(sizes)[len(sizes) // 2] >= 8
-            assert len(boxes) == 5 and all(0.8 * min(width, 640) <= b <= width for b in boxes)
-            assert len(flame) == 3 and flame[0] > 0.8 * min(width, 800) and 0.55 < flame[2] / flame[0] < 0.65
-            assert len(tab.screenshot(full_page=True)) > 60_000  # a blank page of this size is a few kB
-        browser.close()
+    for width in (390, 1280):
+        tab = browser.new_page(viewport={"width": width, "height": 844})
+        tab.set_default_timeout(300_000)
+        requests, messages = [], []
+        tab.on("request", lambda r, seen=requests: seen.append(r.url))
+        tab.on("console", lambda m, seen=messages: seen.append(m.text))
+        tab.goto(path.as_uri())
+        assert requests == [path.as_uri()] and messages == []
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        sizes = tab.evaluate(
+            "[...document.querySelectorAll('svg text')].filter(t => t.textContent.trim())"
+            ".map(t => t.getBoundingClientRect())"
+            ".map(b => Math.min(b.width, b.height)).filter(s => s > 0)"
+        )
+        widths = "[...document.querySelectorAll('{}')].map(s => s.getBoundingClientRect().width)"
+        boxes, flame = (tab.evaluate(widths.format(of)) for of in (".figure svg", "#flame span"))
+        assert len(sizes) > 40 and sorted(sizes)[len(sizes) // 2] >= 8
+        assert len(boxes) == 5 and all(0.8 * min(width, 640) <= b <= width for b in boxes)
+        assert len(flame) == 3 and flame[0] > 0.8 * min(width, 800) and 0.55 < flame[2] / flame[0] < 0.65
+        assert len(tab.screenshot(full_page=True)) > 60_000  # a blank page of this size is a few kB

@@ -1,7 +1,5 @@
 """The chat page, in a browser."""
 
-import shutil
-
 import pytest
 
 from tests.serve.running import LONG, RunningServer, slow_client
@@ -19,18 +17,12 @@ def playwright():
 
 
 @pytest.fixture
-def tab(playwright):
-    browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    with playwright.sync_playwright() as p:
-        try:
-            browser = p.chromium.launch(executable_path=browser_path, args=["--no-sandbox"], timeout=1000 * LONG)
-        except playwright.Error as error:
-            pytest.skip(f"no Chromium here: {str(error).splitlines()[0]}")
-        tab = browser.new_page(viewport={"width": 390, "height": 800})
-        tab.set_default_timeout(1000 * LONG)
-        playwright.expect.set_options(timeout=1000 * LONG)
-        yield tab
-        browser.close()
+def tab(browser, playwright):
+    tab = browser.new_page(viewport={"width": 390, "height": 800})
+    tab.set_default_timeout(1000 * LONG)
+    playwright.expect.set_options(timeout=1000 * LONG)
+    yield tab
+    tab.close()
 
 
 def test_a_conversation(server, playwright, tab):
