@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from nanovllm.kernels.cuda.fp8 import products
-from nanovllm.kernels.cuda.fp8.plan import (
+from nanovllm.kernels.cuda.fp8.fp8_cuda_plan import (
     BUFFERS,
     CHUNK,
     LEAST_COLUMNS,

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 from nanovllm.kernels.cuda.packed import library, products
-from nanovllm.kernels.cuda.packed.plan import (
+from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     MAX_TOKENS,
     RING_STAGES,
     WIDE_STAGES,

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from nanovllm.kernels.cuda.packed import library, products
-from nanovllm.kernels.cuda.packed.plan import PackedCudaPlan, phases_of, plan_ring, plan_stacked_ring
+from nanovllm.kernels.cuda.packed.packed_cuda_plan import PackedCudaPlan, phases_of, plan_ring, plan_stacked_ring
 from tests.kernels.cuda.checks import check, check_fused, make, replayed, resources_of_kernels
 
 BF16 = torch.bfloat16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels.cuda.fp8.plan import (
+from nanovllm.kernels.cuda.fp8.fp8_cuda_plan import (
     CHUNK,
     LEAST_COLUMNS,
     MAX_TOKENS,

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.kernels.cuda.fp8 import products as fp8
 from nanovllm.kernels.cuda.packed.library import fp8_support, product_kernel, stacked_kernel
-from nanovllm.kernels.cuda.packed.plan import (
+from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     BOX_FRAGMENTS,
     MAX_TOKENS,
     WARP_ROWS,

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import torch
 
-from nanovllm.kernels.cuda.packed.plan import ScalePlane
+from nanovllm.kernels.cuda.packed.packed_cuda_plan import ScalePlane
 from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf
 from nanovllm.kernels.ops.linear_int4 import group_size
 from nanovllm.kernels.triton.launch_arguments import adjacent

@@ -21,7 +21,7 @@ from nanovllm.kernels.triton.moe.expert_kernels import (
     pair_gate_up_kernel,
     sum_kernel,
 )
-from nanovllm.kernels.triton.moe.plan import ExpertPlan, PairPlan, plan_blocks, plan_fp8_blocks, plan_pairs
+from nanovllm.kernels.triton.moe.expert_plan import ExpertPlan, PairPlan, plan_blocks, plan_fp8_blocks, plan_pairs
 from nanovllm.kernels.triton.moe.sort import SortedPairs, sort_pairs
 
 reference = all_ops()["moe_experts_fp8"].native

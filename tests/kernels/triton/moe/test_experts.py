@@ -8,8 +8,8 @@ pytest.importorskip("triton")
 from nanovllm.kernels.ops import moe_experts as experts_op
 from nanovllm.kernels.ops import moe_experts_fp8 as fp8_op
 from nanovllm.kernels.ops import moe_route as route_op
+from nanovllm.kernels.triton.moe.expert_plan import plan_pairs
 from nanovllm.kernels.triton.moe.experts import moe_experts, moe_experts_fp8
-from nanovllm.kernels.triton.moe.plan import plan_pairs
 from nanovllm.kernels.triton.moe.route import moe_route
 from nanovllm.kernels.triton.moe.sort import max_blocks, sort_pairs
 from tests.kernels.triton.common import DEVICE, DTYPES, GPU, graph_of, randn, strided
