@@ -25,7 +25,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # they do not keep one process busy while others have nothing to do.
 _LONGEST = (
     "test_interpreted.py", "test_attention_compile.py", "test_cpu_builds.py", "test_decode_hopper_ptx.py",
-    "test_plan_compile.py", "test_torch_library.py", "test_pages.py", "test_products_compile.py",
+    "test_plan_compile.py", "test_torch_library.py", "test_pages.py", "test_tiled_products_compile.py",
     "test_sample_compile.py", "test_packed_products_compile.py", "test_moe_compile.py", "test_decode_hopper_plan.py",
     "test_prefill_hopper_ptx.py", "test_api_servers.py", "test_rows_compile.py", "test_smollm2.py", "test_guide.py",
     "test_quantised_accuracy.py", "test_same_tokens.py", "test_turns.py", "test_packed_products_ptx.py",

@@ -37,8 +37,8 @@ _FIRST = (
     "test_verified[attention_prefill", "test_verified[attention_dense", "test_cuda_graphs.py",
     "test_verified[qk_norm_rope_attention", "test_decode_shared.py::test_batches", "test_verified[attention",
     "test_hopper_product.py::test_products", "test_hopper_product.py::test_any_plan",
-    "test_products.py::test_gated_mlp", "test_products.py::test_any_strides", "test_tune_gpu.py", "test_experts.py",
-    "test_decode_shared.py", "test_decode.py", "test_decode_projected.py", "test_prefill.py",
+    "test_tiled_products.py::test_gated_mlp", "test_tiled_products.py::test_any_strides", "test_tune_gpu.py",
+    "test_experts.py", "test_decode_shared.py", "test_decode.py", "test_decode_projected.py", "test_prefill.py",
     "test_prefill_graphs_gpu.py", "test_greedy.py", "test_transformers", "test_policy.py", "test_smollm2.py",
     "test_verified[linear", "test_verified[moe", "test_verified[gated_mlp", "test_verified[",
 )  # fmt: skip

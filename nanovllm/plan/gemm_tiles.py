@@ -208,7 +208,7 @@ def engine_plan(problem: GemmProblem, device: DeviceModel) -> StreamPlan | TileP
         return None
     try:
         from nanovllm.kernels.triton.gemm.product_plan import plan_product
-        from nanovllm.kernels.triton.gemm.products import TMA_SHARED
+        from nanovllm.kernels.triton.gemm.tiled_products import TMA_SHARED
     except ImportError:  # no Triton
         return None
     size = int(p.bytes_x)

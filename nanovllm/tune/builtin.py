@@ -25,7 +25,7 @@ def key_on(tunable: Tunable, key: Key, device: DeviceModel) -> tuple[Tunable, Ke
     """The tunable and key on `device` of a call that looks up `key` on a CPU."""
     named = tunable.named(key)
     if tunable is tunables.PRODUCT:
-        from nanovllm.kernels.triton.gemm.products import TMA_SHARED
+        from nanovllm.kernels.triton.gemm.tiled_products import TMA_SHARED
 
         tma = device.capability >= 90 and device.shared_per_block >= TMA_SHARED
         return tunable, tuple({**named, "tma": tma and named["k"] % 8 == named["n"] % 8 == 0}.values())

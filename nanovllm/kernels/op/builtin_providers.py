@@ -10,7 +10,7 @@ from typing import Any
 from nanovllm.kernels import extra, ops
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
-from nanovllm.kernels.cuda.packed.library import fp8_support, packed_support
+from nanovllm.kernels.cuda.packed.product_libraries import fp8_support, packed_support
 from nanovllm.kernels.external import flash_attn, flashinfer, onednn, symm_mem
 from nanovllm.kernels.op.availability import refused_by_interpreter, triton_support
 from nanovllm.kernels.op.dispatch import Op
@@ -72,7 +72,7 @@ _triton("gemm.packed_products", ops.linear_packed_add_rms_norm, num_tokens=True)
 _triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=fp8_refused, num_tokens=True)
 _triton("gemm.fp8_activations", ops.silu_and_mul_linear_fp8_dynamic, accepts=_gated_fp8_refused, num_tokens=True)
 _triton("gemm.fp8_activations", ops.add_rms_norm_linear_fp8_dynamic, accepts=_normed_fp8_refused, num_tokens=True)
-_triton("gemm.products", extra.gated_mlp, extra.linear_bias_act, accepts=refused_by_interpreter)
+_triton("gemm.tiled_products", extra.gated_mlp, extra.linear_bias_act, accepts=refused_by_interpreter)
 _triton("moe.experts", ops.moe_experts, ops.moe_experts_fp8)
 _triton("moe.route", ops.moe_route)
 _triton(
@@ -92,12 +92,12 @@ for _op in (extra.fused_activation, extra.fused_add_gelu, ops.silu_and_mul):
 for _op in (
     ops.linear_gguf, ops.linear_int4, ops.linear_int8, ops.linear_packed_add_rms_norm, ops.linear_packed_silu_and_mul
 ):  # fmt: skip
-    _target = f"nanovllm.kernels.cuda.packed.products:{_op.name}"
+    _target = f"nanovllm.kernels.cuda.packed.linear_packed:{_op.name}"
     _few = _target.replace(":", ":num_tokens_") if _op.name.startswith("linear_packed") else None
     _op.add(Provider("cuda", _target, packed_support, architectures="sm_90+", num_tokens=_few))
 
 ops.linear_fp8.add(
-    Provider("cuda", "nanovllm.kernels.cuda.fp8.products:linear_fp8", fp8_support, architectures="sm_90+")
+    Provider("cuda", "nanovllm.kernels.cuda.fp8.linear_fp8:linear_fp8", fp8_support, architectures="sm_90+")
 )
 
 ops.all_reduce.add(Provider("symm_mem", f"{symm_mem.__name__}:all_reduce", symm_mem.support))

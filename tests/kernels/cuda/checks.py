@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels import ops
 from nanovllm.kernels.cuda import build
-from nanovllm.kernels.cuda.packed import products
+from nanovllm.kernels.cuda.packed import linear_packed
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES, dequantise_gguf
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
 
@@ -72,9 +72,9 @@ def check_fused(x, operands, plain, values):
         plain: the product.
         values: the weight in float64.
     """
-    check_gated(products.linear_packed_silu_and_mul(x, *operands), plain, x, values)
+    check_gated(linear_packed.linear_packed_silu_and_mul(x, *operands), plain, x, values)
     residual, norm = torch.randn_like(plain), torch.rand_like(plain[0])
-    got = products.linear_packed_add_rms_norm(x, *operands, residual, norm, 1e-6)
+    got = linear_packed.linear_packed_add_rms_norm(x, *operands, residual, norm, 1e-6)
     for result, wanted in zip(got, ops.add_rms_norm.native(plain, residual, norm, 1e-6), strict=True):
         torch.testing.assert_close(result, wanted, rtol=2**-6, atol=2e-2)
 

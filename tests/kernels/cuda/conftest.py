@@ -29,8 +29,8 @@ def hopper(device):
 def launches(monkeypatch):
     """How often the kernels of products were launched."""
     seen = []
-    for name in ("packed", "fp8"):
-        module = importlib.import_module(f"nanovllm.kernels.cuda.{name}.products")
+    for name in ("packed.linear_packed", "fp8.linear_fp8"):
+        module = importlib.import_module(f"nanovllm.kernels.cuda.{name}")
 
         def kernel(*where, original=module.product_kernel):
             compiled = original(*where)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from nanovllm.kernels.cuda.packed import library, products
+from nanovllm.kernels.cuda.packed import linear_packed, product_libraries
 from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     BOX_FRAGMENTS,
     BOX_WARPS,
@@ -26,8 +26,8 @@ from tests.kernels.cuda.checks import (
 )
 
 BF16 = torch.bfloat16
-SUPPORT = library.packed_support
-SOURCE = Path(library.FOLDER) / "box_int4.cu"
+SUPPORT = product_libraries.packed_support
+SOURCE = Path(product_libraries.FOLDER) / "box_int4.cu"
 
 
 @pytest.fixture
@@ -66,19 +66,19 @@ def test_values(rows, size, scale_dtype, hopper, launches, poisoned):
     for factor in (1, 1e-20, 1e6, 0):
         x = torch.randn(1, size, device=hopper) * factor
         x = (x * torch.where(torch.rand_like(x) < 0.02, 30, 1)).to(BF16)
-        weight = products.kernel_weight(x, *operands)
+        weight = linear_packed.kernel_weight(x, *operands)
         for stages in (2, 3):
             plan = box_plan(rows, multiprocessors, False, stages)
-            sums = products.run_product(x, weight, None, sums=True, plan=plan)
+            sums = linear_packed.run_product(x, weight, None, sums=True, plan=plan)
             assert sums.shape == (1, 1, rows)
             check_sums(sums[0], x, values)
             for _ in range(5):
-                again = products.run_product(x, weight, None, sums=True, plan=plan)
+                again = linear_packed.run_product(x, weight, None, sums=True, plan=plan)
                 assert torch.equal(sums, again), "other bits in another run"
-            check(products.run_product(x, weight, bias, plan=plan), x, values, bias)
+            check(linear_packed.run_product(x, weight, bias, plan=plan), x, values, bias)
             if factor == 1:
-                plain = products.run_product(x, weight, None, plan=plan)
-                gated = products.run_product(
+                plain = linear_packed.run_product(x, weight, None, plan=plan)
+                gated = linear_packed.run_product(
                     x, weight, None, gated=True, plan=box_plan(rows, multiprocessors, True, stages)
                 )
                 check_gated(gated, plain, x, values)
@@ -90,15 +90,15 @@ def test_values(rows, size, scale_dtype, hopper, launches, poisoned):
 def test_the_ops_take_boxes(rows, size, hopper):
     operands, values = make("int4", rows, size, hopper)
     x = torch.randn(1, size, dtype=BF16, device=hopper)
-    weight = products.kernel_weight(x, *operands)
+    weight = linear_packed.kernel_weight(x, *operands)
     for gated, sums in ((False, False), (True, False), (False, True)):
-        assert products.plan_of(weight, x, rows, 1, gated, sums).fragments == BOX_FRAGMENTS
-    plain = products.linear_int4(x, *operands[1:])
+        assert linear_packed.plan_of(weight, x, rows, 1, gated, sums).fragments == BOX_FRAGMENTS
+    plain = linear_packed.linear_int4(x, *operands[1:])
     check(plain, x, values)
     if rows <= 6144:
         check_fused(x, operands, plain, values)
     else:
-        check_gated(products.linear_packed_silu_and_mul(x, *operands), plain, x, values)
+        check_gated(linear_packed.linear_packed_silu_and_mul(x, *operands), plain, x, values)
 
 
 @pytest.mark.gpu
@@ -106,9 +106,9 @@ def test_the_ops_take_boxes(rows, size, hopper):
 def test_a_number_that_is_not_finite_makes_nans(number, hopper):
     operands, _ = make("int4", 4096, 4096, hopper)
     x = torch.randn(1, 4096, dtype=BF16, device=hopper)
-    assert products.linear_int4(x, *operands[1:]).isfinite().all()
+    assert linear_packed.linear_int4(x, *operands[1:]).isfinite().all()
     x[0, 300] = float(number)
-    assert products.linear_int4(x, *operands[1:]).isnan().all()
+    assert linear_packed.linear_int4(x, *operands[1:]).isnan().all()
 
 
 @pytest.mark.gpu
@@ -116,19 +116,19 @@ def test_views_of_x(hopper):
     operands, values = make("int4", 4096, 4096, hopper)
     x = torch.randn(1, 10000, dtype=BF16, device=hopper)
     for view in (x[:, 8:4104], x[:, 3:4099], x[:, :8192:2], x.view(1, 1, 10000)[..., :4096]):
-        check(products.linear_int4(view, *operands[1:]).view(1, -1), view.reshape(1, -1), values)
+        check(linear_packed.linear_int4(view, *operands[1:]).view(1, -1), view.reshape(1, -1), values)
 
 
 @pytest.mark.gpu
 def test_a_graph_replays_it_with_another_token(hopper):
     operands, values = make("int4", 6144, 4096, hopper)
     x = torch.randn(1, 4096, dtype=BF16, device=hopper)
-    check(replayed(lambda: products.linear_int4(x, *operands[1:]), x), x, values)
+    check(replayed(lambda: linear_packed.linear_int4(x, *operands[1:]), x), x, values)
 
 
 def test_plans_have_room():
     """A block of every shape fits, its tiles too, and as many blocks as multiprocessors are there where tiles are."""
-    header = (Path(library.FOLDER) / "packed.cuh").read_text()
+    header = (Path(product_libraries.FOLDER) / "packed.cuh").read_text()
     assert f"BOX_WARPS = {BOX_WARPS};" in header
     for rows in (24576, 4096, 6144, 151936, 24, 1000):
         for gated in (False, True):
@@ -149,12 +149,12 @@ def test_plans_are_made_for_the_shapes_that_were_timed():
 
 def test_which_calls_take_boxes(monkeypatch):
     def takes(x, operands):
-        return products.takes_boxes(products.kernel_weight(x, *operands), x, x.shape[0])
+        return linear_packed.takes_boxes(linear_packed.kernel_weight(x, *operands), x, x.shape[0])
 
     x = torch.randn(2, 4096, dtype=BF16)
     plain, _ = make("int4", 32, 4096, "cpu")
     assert not takes(x[:1], plain)  # not on Hopper
-    monkeypatch.setattr(products, "_has_wide", lambda _: True)
+    monkeypatch.setattr(linear_packed, "_has_wide", lambda _: True)
     assert takes(x[:1], plain)
     assert takes(x[:1], make("int4", 32, 4096, "cpu", scale_dtype=torch.float16)[0])
     assert not takes(x, plain)
@@ -171,11 +171,11 @@ def test_which_calls_take_boxes(monkeypatch):
 @pytest.mark.parametrize("gated, sums", [(True, False), (False, True), (False, False)])
 def test_what_the_kernel_is_told(gated, sums, monkeypatch):
     told = []
-    monkeypatch.setattr(products, "product_kernel", lambda *_: lambda *arguments: told.append(arguments[-1]))
+    monkeypatch.setattr(linear_packed, "product_kernel", lambda *_: lambda *arguments: told.append(arguments[-1]))
     operands, _ = make("int4", 4096, 4096, "cpu")
     x = torch.randn(1, 4096, dtype=BF16)
     plan = plan_boxes(4096, 32, 132, gated)
-    y = products.run_product(x, products.kernel_weight(x, *operands), None, gated=gated, sums=sums, plan=plan)
+    y = linear_packed.run_product(x, linear_packed.kernel_weight(x, *operands), None, gated=gated, sums=sums, plan=plan)
     assert y.shape == ((1, 1, 4096) if sums else (1, 2048) if gated else (1, 4096))
     assert told[0][11:13] == (2, 132) and told[0][-4:-2] == (1, BOX_WARPS) and told[0][-1] == BOX_FRAGMENTS
 

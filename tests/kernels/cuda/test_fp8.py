@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from nanovllm.kernels.cuda.fp8 import products
+from nanovllm.kernels.cuda.fp8 import linear_fp8
 from nanovllm.kernels.cuda.fp8.fp8_cuda_plan import (
     BUFFERS,
     CHUNK,
@@ -22,8 +22,7 @@ from nanovllm.kernels.cuda.fp8.fp8_cuda_plan import (
     plan_fp8_cuda,
     shared_bytes,
 )
-from nanovllm.kernels.cuda.packed import library
-from nanovllm.kernels.cuda.packed import products as packed
+from nanovllm.kernels.cuda.packed import linear_packed, product_libraries
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
 from tests.kernels.cuda.checks import (
     check_fused,
@@ -36,7 +35,7 @@ from tests.kernels.cuda.checks import (
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-SUPPORT = library.fp8_support
+SUPPORT = product_libraries.fp8_support
 
 
 def make(rows, size, kind, device):
@@ -72,10 +71,10 @@ def test_values(rows, size, kind, device, launches):
         for dtype in (BF16, FP16):
             x = torch.randn(tokens, size, dtype=dtype, device=device) * 1e-3
             bias = torch.randn(rows, dtype=dtype, device=device)
-            first = products.fp8_product(x, weight, scale, bias)
+            first = linear_fp8.fp8_product(x, weight, scale, bias)
             check(first, x, values, bias)
-            assert all(torch.equal(first, products.fp8_product(x, weight, scale, bias)) for _ in range(3))
-            sums = products.fp8_product(x, weight, scale, sums=True)
+            assert all(torch.equal(first, linear_fp8.fp8_product(x, weight, scale, bias)) for _ in range(3))
+            sums = linear_fp8.fp8_product(x, weight, scale, sums=True)
             check(sums.sum(0), x, values)
     assert len(launches) == 50
 
@@ -90,8 +89,8 @@ def test_other_plans_give_the_same(rows, size, device):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         for splits, turns in plans:
             plan = Fp8CudaPlan(splits, -(-chunks // (splits * turns)), turns)
-            check(products.fp8_product(x, weight, scale, plan=plan), x, values)
-            check(products.fp8_product(x, weight, scale, sums=True, plan=plan).sum(0), x, values)
+            check(linear_fp8.fp8_product(x, weight, scale, plan=plan), x, values)
+            check(linear_fp8.fp8_product(x, weight, scale, sums=True, plan=plan).sum(0), x, values)
 
 
 @pytest.mark.gpu
@@ -103,7 +102,7 @@ def test_tokens_of_any_magnitude(device):
         x *= torch.tensor(scales, device=device)[:, None].to(BF16)
         other = Fp8CudaPlan(1, 2, 2) if len(x) <= OCTET else Fp8CudaPlan(2, 2, 1)
         for plan in (None, other):
-            check(products.fp8_product(x, weight, scale, sums=True, plan=plan).sum(0), x, values)
+            check(linear_fp8.fp8_product(x, weight, scale, sums=True, plan=plan).sum(0), x, values)
 
 
 @pytest.mark.gpu
@@ -115,7 +114,7 @@ def test_fused_products_equal_the_separate_ones(size, kind, device, launches):
     values = dequantise_fp8(weight, scale, torch.float64)
     for tokens in (1, 8, 9, 16):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
-        check_fused(x, ("fp8", weight, scale, None), products.linear_fp8(x, weight, scale), values)
+        check_fused(x, ("fp8", weight, scale, None), linear_fp8.linear_fp8(x, weight, scale), values)
     # For SiLU a block needs all columns.
     assert len(launches) == {1024: 12, 4160: 10, 12288: 8}[size]
 
@@ -125,14 +124,14 @@ def test_any_strides(device, launches):
     weight, scale, values = make(200, 1024, "row", device)
     wide = torch.randn(4, 3000, dtype=BF16, device=device) * 1e-2
     for x in views_of_1024_columns(wide):
-        check(products.fp8_product(x, weight, scale).view(4, 200), x.reshape(4, 1024), values)
+        check(linear_fp8.fp8_product(x, weight, scale).view(4, 200), x.reshape(4, 1024), values)
     rows = torch.zeros(200, 1120, dtype=torch.uint8, device=device)
     rows[:, 16:1040] = weight.view(torch.uint8)
     apart = torch.zeros(200, 3, device=device)
     apart[:, 1:2] = scale
     inside = rows[:, 16:1040].view(torch.float8_e4m3fn)
     x = wide[:, :1024]
-    assert torch.equal(products.fp8_product(x, inside, apart[:, 1:2]), products.fp8_product(x, weight, scale))
+    assert torch.equal(linear_fp8.fp8_product(x, inside, apart[:, 1:2]), linear_fp8.fp8_product(x, weight, scale))
     assert len(launches) == 6
 
 
@@ -142,7 +141,7 @@ def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
         weight, scale, values = make(64, size, "row", device)
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         exact = x.double() @ values.t()
-        error = (products.linear_fp8(x, weight, scale).double() - exact).norm() / exact.norm()
+        error = (linear_fp8.linear_fp8(x, weight, scale).double() - exact).norm() / exact.norm()
         assert error < 0.01
     assert not launches
 
@@ -151,11 +150,11 @@ def test_what_the_kernel_does_not_take_has_the_other_provider(device, launches):
 def test_a_graph_replays_it_with_other_tokens(device):
     weight, scale, values = make(512, 1024, "row", device)
     x = torch.randn(2, 1024, dtype=BF16, device=device)
-    check(replayed(lambda: products.fp8_product(x, weight, scale), x), x, values)
+    check(replayed(lambda: linear_fp8.fp8_product(x, weight, scale), x), x, values)
 
 
 def test_numbers_are_those_of_the_source():
-    header = (library.FP8_FOLDER / "interface.cuh").read_text()
+    header = (product_libraries.FP8_FOLDER / "interface.cuh").read_text()
     numbers = {"MAX_TOKENS": MAX_TOKENS, "OCTET": OCTET, "MAX_WARPS": MAX_WARPS, "CHUNK": CHUNK, "STAGES": STAGES}
     for name, value in (numbers | {"BUFFERS": BUFFERS, "WARP_SUMS": WARP_SUMS}).items():
         assert f" {name} = {value};" in header
@@ -180,39 +179,41 @@ def test_plans_have_room_for_all_columns(tokens, tiles, size):
 def test_what_is_taken():
     weight = torch.zeros(32, LEAST_COLUMNS, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x = torch.zeros(MAX_TOKENS, LEAST_COLUMNS, dtype=BF16)
-    assert products.takes(x, weight) and products.takes(x.half(), weight) and products.takes(x, weight, gated=True)
+    assert (
+        linear_fp8.takes(x, weight) and linear_fp8.takes(x.half(), weight) and linear_fp8.takes(x, weight, gated=True)
+    )
     for tokens, matrix in (
         (x.float(), weight),
         (torch.cat([x, x]), weight),
         (x[:0], weight),
         (x[:, :64], weight[:, :64]),
     ):
-        assert not products.takes(tokens, matrix)
-    assert len(packed.num_tokens_linear_packed_silu_and_mul(weight)) == MAX_TOKENS
-    assert not packed.num_tokens_linear_packed_silu_and_mul(weight[:, :64])
+        assert not linear_fp8.takes(tokens, matrix)
+    assert len(linear_packed.num_tokens_linear_packed_silu_and_mul(weight)) == MAX_TOKENS
+    assert not linear_packed.num_tokens_linear_packed_silu_and_mul(weight[:, :64])
     weight = torch.zeros(32, 5120, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x = torch.zeros(MAX_TOKENS, 5120, dtype=BF16)
-    assert len(packed.num_tokens_linear_packed_silu_and_mul(weight)) == OCTET
-    assert products.takes(x, weight) and not products.takes(x, weight, gated=True)
-    assert products.takes(x[:OCTET], weight, gated=True)
+    assert len(linear_packed.num_tokens_linear_packed_silu_and_mul(weight)) == OCTET
+    assert linear_fp8.takes(x, weight) and not linear_fp8.takes(x, weight, gated=True)
+    assert linear_fp8.takes(x[:OCTET], weight, gated=True)
     weight = torch.zeros(32, 12288, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x = torch.zeros(1, 12288, dtype=BF16)
-    assert products.takes(x, weight) and not products.takes(x, weight, gated=True)
-    assert not packed.num_tokens_linear_packed_silu_and_mul(weight)
+    assert linear_fp8.takes(x, weight) and not linear_fp8.takes(x, weight, gated=True)
+    assert not linear_packed.num_tokens_linear_packed_silu_and_mul(weight)
 
 
 def test_a_machine_with_the_other_library_alone_runs_what_triton_has(monkeypatch):
     """As one where the library of integers was built, and that has no compiler any more."""
     weight = torch.zeros(32, LEAST_COLUMNS, dtype=torch.uint8).view(torch.float8_e4m3fn)
     x, scale = torch.zeros(2, LEAST_COLUMNS, dtype=BF16), torch.ones(32, 1)
-    assert products.takes(x, weight) and library.fp8_support(x.device) is not None
-    of_triton = packed.packed_products
+    assert linear_fp8.takes(x, weight) and product_libraries.fp8_support(x.device) is not None
+    of_triton = linear_packed.packed_products
     monkeypatch.setattr(of_triton, "packed_product", lambda x, *_: (x.new_zeros(2, 32), True))
     monkeypatch.setattr(of_triton, "linear_packed_add_rms_norm", lambda x, *_: (x, x))
-    monkeypatch.setattr(packed, "silu_and_mul", lambda gate_up: gate_up[:, :16])
-    assert packed.linear_packed_silu_and_mul(x, "fp8", weight, scale, None).shape == (2, 16)
+    monkeypatch.setattr(linear_packed, "silu_and_mul", lambda gate_up: gate_up[:, :16])
+    assert linear_packed.linear_packed_silu_and_mul(x, "fp8", weight, scale, None).shape == (2, 16)
     residual = torch.zeros(2, 32, dtype=BF16)
-    assert packed.linear_packed_add_rms_norm(x, "fp8", weight, scale, None, residual, residual[0], 1e-6)[0] is x
+    assert linear_packed.linear_packed_add_rms_norm(x, "fp8", weight, scale, None, residual, residual[0], 1e-6)[0] is x
 
 
 @pytest.mark.slow
@@ -220,13 +221,15 @@ def test_a_machine_with_the_other_library_alone_runs_what_triton_has(monkeypatch
 def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
     instructions = "mma.sync.aligned.m16n8k16", "cvt.rn.f16x2.e4m3x2"
     load = "cp.async.cg.shared.global.L2::128B"
-    check_machine_code(library.FP8_FOLDER / f"{source}.cu", "sm_90", tmp_path, instructions, load, wait=str.index)
+    check_machine_code(
+        product_libraries.FP8_FOLDER / f"{source}.cu", "sm_90", tmp_path, instructions, load, wait=str.index
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
 def test_x_stays_in_registers(source, tmp_path):
-    usage = resources_of_kernels(library.FP8_FOLDER / f"{source}.cu", "sm_90", tmp_path)
+    usage = resources_of_kernels(product_libraries.FP8_FOLDER / f"{source}.cu", "sm_90", tmp_path)
     assert len(usage) == 8  # scales of rows or of blocks; one chunk a warp, the same for sums, two, or one of 16 tokens
     for registers, stack, spilled in usage.values():
         assert registers <= 128 and stack == spilled == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from nanovllm.kernels.cuda.packed import library, products
+from nanovllm.kernels.cuda.packed import linear_packed, product_libraries
 from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     MAX_TOKENS,
     RING_STAGES,
@@ -44,7 +44,7 @@ KINDS = ("int4", "int8", *GGUF_TYPES)
 BF16 = torch.bfloat16
 
 
-SUPPORT = library.packed_support
+SUPPORT = product_libraries.packed_support
 
 
 def least_stages(plan, tokens):
@@ -56,8 +56,8 @@ def least_stages(plan, tokens):
 def product(x, operands, bias=None):
     kind, weight, scale, zero = operands
     if scale is None:
-        return products.linear_gguf(x, weight, kind, bias)
-    return (products.linear_int4 if kind == "int4" else products.linear_int8)(x, weight, scale, zero, bias)
+        return linear_packed.linear_gguf(x, weight, kind, bias)
+    return (linear_packed.linear_int4 if kind == "int4" else linear_packed.linear_int8)(x, weight, scale, zero, bias)
 
 
 @contextmanager
@@ -98,10 +98,10 @@ def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
     for tokens in (17, 32, 33, 64, 100, 128):
         x = torch.full((tokens + 128, size + 128), torch.nan, dtype=BF16, device=hopper)[:tokens, :size].normal_()
         if sums:
-            weight = products.kernel_weight(x, *operands, sums=True)
-            first = products.run_product(x, weight, None, sums=True)
+            weight = linear_packed.kernel_weight(x, *operands, sums=True)
+            first = linear_packed.run_product(x, weight, None, sums=True)
             with filled_with_nan(hopper):
-                filled = products.run_product(x, weight, None, sums=True)
+                filled = linear_packed.run_product(x, weight, None, sums=True)
             assert torch.equal(first, filled), "it depends on memory that nothing has written"
             check(first.sum(0).to(BF16), x, values)
             continue
@@ -112,7 +112,7 @@ def test_values_of_many_tokens(rows, size, zeros, hopper, launches):
         assert torch.equal(first, filled), "it depends on memory that nothing has written"
         check(first, x, values, bias)
         assert torch.equal(first, product(x, operands, bias)), "other bits in another run"
-        check_gated(products.linear_packed_silu_and_mul(x, *operands), product(x, operands), x, values)
+        check_gated(linear_packed.linear_packed_silu_and_mul(x, *operands), product(x, operands), x, values)
     assert len(launches) == (12 if sums else 30)
 
 
@@ -126,12 +126,12 @@ def test_blocks_of_many_tokens(group, zeros, dtype, scale_dtype, hopper):
         operands, values = make("int4", 200, size, hopper, group, zeros, scale_dtype)
         for tokens in (1, 16, 31, 64, 128):
             x = torch.randn(tokens, size, dtype=dtype, device=hopper)
-            weight = products.kernel_weight(x[:1], *operands)
+            weight = linear_packed.kernel_weight(x[:1], *operands)
             for columns, splits, few in product_of((False, True), (1, 4), (False, True)):
                 plan = wide_plan(tokens, columns, splits)
                 if few:  # stages of x: as few as there may be
                     plan = replace(plan, stages=least_stages(plan, tokens))
-                sums = products.run_product(x, weight, None, sums=True, plan=plan)
+                sums = linear_packed.run_product(x, weight, None, sums=True, plan=plan)
                 check(sums.sum(0).to(dtype), x, values)
 
 
@@ -141,16 +141,16 @@ def test_blocks_of_many_tokens_beside_a_busy_stream(tokens, hopper):
     """Each warp then waits for memory for a time of its own. What it reads of x must not depend on who is late."""
     operands, values = make("int4", 200, 4096, hopper)
     x = torch.randn(tokens, 4096, dtype=BF16, device=hopper)
-    weight = products.kernel_weight(x[:1], *operands)
+    weight = linear_packed.kernel_weight(x[:1], *operands)
     larger_than_the_cache, stream = torch.empty(1 << 28, dtype=torch.uint8, device=hopper), torch.cuda.Stream()
     for columns in (False, True):
         plan = wide_plan(tokens, columns)
-        first = products.run_product(x, weight, None, sums=True, plan=plan)
+        first = linear_packed.run_product(x, weight, None, sums=True, plan=plan)
         check(first.sum(0).to(BF16), x, values)
         with torch.cuda.stream(stream):
             for _ in range(50):
                 larger_than_the_cache.add_(1)
-        again = [products.run_product(x, weight, None, sums=True, plan=plan) for _ in range(100)]
+        again = [linear_packed.run_product(x, weight, None, sums=True, plan=plan) for _ in range(100)]
         stream.synchronize()
         assert all(torch.equal(first, got) for got in again), "other bits in another run"
 
@@ -164,10 +164,10 @@ def test_values_of_large_blocks(kind, rows, size, device, launches):
     for tokens in (1, 2, 5, 8, 16):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         check(product(x, operands), x, values)
-        weight = products.kernel_weight(x, *operands)
-        check(products.run_product(x, weight, None, sums=True).sum(0).to(BF16), x, values)
-        gated = products.linear_packed_silu_and_mul(x, *operands)
-        check_gated(gated, products.run_product(x, weight, None), x, values)
+        weight = linear_packed.kernel_weight(x, *operands)
+        check(linear_packed.run_product(x, weight, None, sums=True).sum(0).to(BF16), x, values)
+        gated = linear_packed.linear_packed_silu_and_mul(x, *operands)
+        check_gated(gated, linear_packed.run_product(x, weight, None), x, values)
     assert len(launches) == 20
 
 
@@ -253,7 +253,7 @@ def test_plans():
 @pytest.mark.parametrize("kind", ["int4", "Q4_K", "Q6_K"])
 def test_blocks_of_the_ring_have_room(kind, tokens):
     """Threads, registers and shared memory of every plan fit; eight rows of scales are in different banks."""
-    header = (Path(library.FOLDER) / "packed.cuh").read_text()
+    header = (Path(product_libraries.FOLDER) / "packed.cuh").read_text()
     assert f"RING_STAGES = {RING_STAGES};" in header
     most_warps = int(re.search(r"RING_WARPS = (\d+);", header)[1])
     four = kind != "Q6_K"
@@ -290,7 +290,7 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
 
 def test_plans_of_many_tokens():
     """Large weights have a plan if its blocks keep most multiprocessors busy; they have room in shared memory."""
-    header = (Path(library.FOLDER) / "packed.cuh").read_text()
+    header = (Path(product_libraries.FOLDER) / "packed.cuh").read_text()
     assert f"WIDE_STAGES = {WIDE_STAGES};" in header and f"WIDE_TOKENS = {WIDE_TOKENS};" in header
     assert [wide_width(tokens) for tokens in (1, 32, 33, 64, 65, 128)] == [32, 32, 64, 64, 128, 128]
     for rows, groups, sums, splits, columns in (
@@ -318,14 +318,14 @@ def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
     product = "wgmma.mma_async.sync.aligned.m64n" if wide else "mma.sync.aligned.m16n8k16"
     copied = wide or source.startswith("ring")
     load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
-    check_machine_code(Path(library.FOLDER) / f"{source}.cu", "sm_90a", tmp_path, [product], load)
+    check_machine_code(Path(product_libraries.FOLDER) / f"{source}.cu", "sm_90a", tmp_path, [product], load)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["wide", "wide_zero"])
 def test_registers_of_many_tokens(source, tmp_path):
     """None is spilled. With 32 tokens the kernel that adds sums and norms has room beside a block."""
-    usage = resources_of_kernels(Path(library.FOLDER) / f"{source}.cu", "sm_90a", tmp_path)
+    usage = resources_of_kernels(Path(product_libraries.FOLDER) / f"{source}.cu", "sm_90a", tmp_path)
     assert all(stack == spilled == 0 for _, stack, spilled in usage.values())
     small = [registers for name, (registers, *_) in usage.items() if "Lb0ELi32E" in name or "Lb1ELi32E" in name]
     assert small and max(small) <= 96
@@ -335,4 +335,4 @@ def test_registers_of_many_tokens(source, tmp_path):
 @pytest.mark.parametrize("source", ["wide", "wide_zero", "box_int4"])
 def test_hopper_code_compiles_for_other_gpus(source, tmp_path):
     """One library has all kernels of the folder: what only Hopper has must not break it elsewhere."""
-    nvcc("-arch=sm_120", "-cubin", "-o", tmp_path / "kernels", Path(library.FOLDER) / f"{source}.cu")
+    nvcc("-arch=sm_120", "-cubin", "-o", tmp_path / "kernels", Path(product_libraries.FOLDER) / f"{source}.cu")

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from nanovllm.kernels.cuda.packed import library, products
+from nanovllm.kernels.cuda.packed import linear_packed, product_libraries
 from nanovllm.kernels.cuda.packed.packed_cuda_plan import PackedCudaPlan, phases_of, plan_ring, plan_stacked_ring
 from tests.kernels.cuda.checks import check, check_fused, make, replayed, resources_of_kernels
 
 BF16 = torch.bfloat16
-SUPPORT = library.packed_support
+SUPPORT = product_libraries.packed_support
 FEW = (1, 2, 3, 5, 8)
 
 
@@ -26,9 +26,9 @@ def both(first, second, rows, size, device):
 def stacked(monkeypatch):
     """How often two weights had one launch."""
     seen = []
-    original = products.stacked_kernel
+    original = linear_packed.stacked_kernel
     monkeypatch.setattr(
-        products, "stacked_kernel", lambda device: lambda *args: seen.append(1) or original(device)(*args)
+        linear_packed, "stacked_kernel", lambda device: lambda *args: seen.append(1) or original(device)(*args)
     )
     return seen
 
@@ -43,9 +43,11 @@ def test_values(kinds, rows, size, device, launches, stacked):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
         bias = torch.randn(sum(rows), dtype=BF16, device=device)
         for b in (None, bias):
-            got = products.linear_gguf(x, *first, b, *second)
+            got = linear_packed.linear_gguf(x, *first, b, *second)
             check(got, x, values, b)
-            assert all(torch.equal(got, products.linear_gguf(x, *first, b, *second)) for _ in range(3)), "other bits"
+            assert all(torch.equal(got, linear_packed.linear_gguf(x, *first, b, *second)) for _ in range(3)), (
+                "other bits"
+            )
     assert len(stacked) == 8 * len(FEW) and not launches
 
 
@@ -59,7 +61,7 @@ def test_other_pairs_and_more_tokens_have_two(kinds, device, stacked):
     for tokens in (1, 8, 9, 16, 17, 300):
         x = torch.randn(tokens, 1024, dtype=BF16, device=device)
         bias = torch.randn(112, dtype=BF16, device=device)
-        check(products.linear_gguf(x, *first, bias, *second), x, values, bias)
+        check(linear_packed.linear_gguf(x, *first, bias, *second), x, values, bias)
     assert len(stacked) == 2 * one
 
 
@@ -68,11 +70,11 @@ def test_strides_dimensions_and_a_graph(device, stacked):
     first, second, values = both("Q4_K", "Q6_K", (200, 100), 1024, device)
     wide = torch.randn(4, 3000, dtype=BF16, device=device)
     for x in (wide[:, 8:1032], wide[:, 3:1027], wide.view(2, 2, 3000)[..., :1024], wide[:1, :1024].expand(4, -1)):
-        got = products.linear_gguf(x, *first, None, *second)
+        got = linear_packed.linear_gguf(x, *first, None, *second)
         assert got.shape == (*x.shape[:-1], 300)
         check(got.view(4, 300), x.reshape(4, 1024), values)
     x = torch.randn(1, 1024, dtype=BF16, device=device)
-    check(replayed(lambda: products.linear_gguf(x, *first, None, *second), x), x, values)
+    check(replayed(lambda: linear_packed.linear_gguf(x, *first, None, *second), x), x, values)
     assert len(stacked) == 6
 
 
@@ -84,11 +86,11 @@ def test_scales_of_whole_rows_and_of_phases(kind, rows, size, device):
     operands, values = make(kind, rows, size, device)
     for tokens in (1, 8):
         x = torch.randn(tokens, size, dtype=BF16, device=device)
-        plain = products.linear_gguf(x, operands[1], kind + "/planes")
+        plain = linear_packed.linear_gguf(x, operands[1], kind + "/planes")
         check(plain, x, values)
-        weight = products.kernel_weight(x, *operands)
+        weight = linear_packed.kernel_weight(x, *operands)
         for plan in (None, PackedCudaPlan(2, 12, 3, 1), PackedCudaPlan(4, 4, 1, 1), PackedCudaPlan(1, 8, 2, 1)):
-            check(products.run_product(x, weight, None, sums=True, plan=plan).sum(0).to(BF16), x, values)
+            check(linear_packed.run_product(x, weight, None, sums=True, plan=plan).sum(0).to(BF16), x, values)
         check_fused(x, operands, plain, values)
 
 
@@ -98,7 +100,7 @@ def test_plans_have_room():
         plan = plan_stacked_ring((5120, 1024), 32, tokens, 132)
         blocks, needed = 0, 0
         for rows, kind in ((5120, "Q4_K"), (1024, "Q6_K")):
-            weight = products.planes_of(4096, make(kind, 1, 4096, "cpu")[0][1], kind + "/planes")
+            weight = linear_packed.planes_of(4096, make(kind, 1, 4096, "cpu")[0][1], kind + "/planes")
             columns = 512 // weight.bits
             turns = 4096 // columns // (plan.warps // plan.row_warps)
             phases = phases_of(plan, turns, tokens, columns, weight.scales, weight.section)
@@ -111,7 +113,7 @@ def test_plans_have_room():
     one = [plan_stacked_ring(rows, 32, 1, 132) for rows in ((5120, 1024), (2048, 1024), (17, 1))]
     assert [(p.row_warps, p.warps, p.splits) for p in one] == [(1, 4, 1), (1, 8, 1), (1, 8, 1)]
     assert plan_stacked_ring((1 << 17, 1024), 32, 1, 132) is None
-    large = products.planes_of(49152, make("Q6_K", 1, 49152, "cpu")[0][1], "Q6_K/planes")
+    large = linear_packed.planes_of(49152, make("Q6_K", 1, 49152, "cpu")[0][1], "Q6_K/planes")
     plan = plan_ring("Q6_K", 8192, 384, 1, 132, True)
     assert phases_of(plan, 128, 1, 64, large.scales, large.section).section_bytes == 0
 
@@ -119,7 +121,7 @@ def test_plans_have_room():
 @pytest.mark.slow
 def test_registers_of_whole_rows(tmp_path):
     """None is spilled; three blocks of 8 warps have room, and with several tokens one of 12."""
-    usage = resources_of_kernels(Path(library.FOLDER) / "ring.cu", "sm_90a", tmp_path)
+    usage = resources_of_kernels(Path(product_libraries.FOLDER) / "ring.cu", "sm_90a", tmp_path)
     whole = {name: used for name, used in usage.items() if "ELb1EE" in name or "stacked" in name}
     assert len(whole) == 6 and all(stack == spilled == 0 for _, stack, spilled in whole.values())
     assert max(registers for registers, *_ in whole.values()) <= 168

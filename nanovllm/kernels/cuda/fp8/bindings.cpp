@@ -1,4 +1,4 @@
-// The product as a PyTorch operator. nanovllm.kernels.cuda.fp8.products has checked its arguments and made the plan.
+// The product as a PyTorch operator. nanovllm.kernels.cuda.fp8.linear_fp8 has checked its arguments and made the plan.
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>

@@ -1,4 +1,4 @@
-// The product as a PyTorch operator. nanovllm.kernels.cuda.packed.products has checked its arguments and made the plan.
+// The product as a PyTorch operator. nanovllm.kernels.cuda.packed.linear_packed has checked its arguments and made the plan.
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>

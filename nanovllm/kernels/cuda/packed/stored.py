@@ -20,8 +20,8 @@ _ALL = 31
 """The shift of step numbers of weights whose rows have one scale."""
 
 
-class Storage(IntEnum):
-    """As in packed.cuh."""
+class KernelStorage(IntEnum):
+    """How a weight is stored, as `Storage` of packed.cuh."""
 
     INT4, INT4_ZERO, INT8, INT8_ZERO, PLANES4, PLANES4_MINIMUM, PLANES8, PLANES8_MINIMUM, Q4_K, Q5_K, Q6_K = range(11)
 
@@ -30,7 +30,7 @@ class Storage(IntEnum):
 class KernelWeight:
     """A weight as the kernel takes it."""
 
-    storage: Storage
+    storage: KernelStorage
     bits: int
     codes: torch.Tensor  # uint8 [rows, bytes]
     scale: torch.Tensor | None = None
@@ -56,8 +56,8 @@ def affine(
         scale, zero = scale.contiguous(), zero.contiguous()  # the kernel reads both at the same places
     steps = groups * bits // 4  # of a group
     shift = _ALL if group == size else steps.bit_length() - 1
-    first = Storage.INT4 if bits == 4 else Storage.INT8
-    storage = Storage(first + (zero is not None))
+    first = KernelStorage.INT4 if bits == 4 else KernelStorage.INT8
+    storage = KernelStorage(first + (zero is not None))
     middle = 2 ** (bits - 1) if zero is None else 0
     return KernelWeight(
         storage, bits, weight, scale, zero, shift, middle, scales=(ScalePlane(2, shift), None, None, None)
@@ -86,7 +86,7 @@ def _scale_plane(of: GGUFType, name: str) -> ScalePlane:
     return ScalePlane(bytes_each, (columns * of.bits).bit_length() - 10)
 
 
-def _storage(of: GGUFType) -> Storage:
+def _storage(of: GGUFType) -> KernelStorage:
     if "sc" in of.planes:
-        return Storage[of.name]
-    return Storage[f"PLANES{of.bits}{'_MINIMUM' if 'm' in of.planes else ''}"]
+        return KernelStorage[of.name]
+    return KernelStorage[f"PLANES{of.bits}{'_MINIMUM' if 'm' in of.planes else ''}"]

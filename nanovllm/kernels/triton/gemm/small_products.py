@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.early_start import are_constant, has_dependent_launch
 from nanovllm.kernels.triton.gemm import hopper_product
-from nanovllm.kernels.triton.gemm.products import many_tokens, silu_and_mul_of_many
 from nanovllm.kernels.triton.gemm.small_product_kernels import matrix_kernel, vector_kernel
 from nanovllm.kernels.triton.gemm.small_product_plan import MatrixPlan, VectorPlan, max_tokens, plan_small_product
 from nanovllm.kernels.triton.gemm.sum_norm import sum_add_rms_norm
 from nanovllm.kernels.triton.gemm.tiled_kernel import tma_fits
+from nanovllm.kernels.triton.gemm.tiled_products import many_tokens, silu_and_mul_of_many
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, next_power_of_2
 from nanovllm.kernels.triton.rows.activation import silu_and_mul
 from nanovllm.kernels.triton.rows.norm import add_rms_norm_out, rms_norm

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.cuda.fp8 import products as fp8
-from nanovllm.kernels.cuda.packed.library import fp8_support, product_kernel, stacked_kernel
+from nanovllm.kernels.cuda.fp8 import linear_fp8
 from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     BOX_FRAGMENTS,
     MAX_TOKENS,
@@ -31,7 +30,8 @@ from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     turns_of_a_phase,
     wide_shared_bytes,
 )
-from nanovllm.kernels.cuda.packed.stored import GROUP, KernelWeight, Storage, affine, planes_of
+from nanovllm.kernels.cuda.packed.product_libraries import fp8_support, product_kernel, stacked_kernel
+from nanovllm.kernels.cuda.packed.stored import GROUP, KernelStorage, KernelWeight, affine, planes_of
 from nanovllm.kernels.ops.linear_packed import check_storage
 from nanovllm.kernels.triton.gemm import packed_products
 from nanovllm.kernels.triton.gemm.fp8_product import has_99_kib
@@ -78,9 +78,9 @@ def kernel_weight(
 
 def _takes_ring(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
     """Whether the kernel of ring.cuh is a choice. Rows of int4's scales have to begin at multiples of 16 bytes."""
-    if w.storage in (Storage.Q4_K, Storage.Q6_K):
+    if w.storage in (KernelStorage.Q4_K, KernelStorage.Q6_K):
         return True
-    if w.storage != Storage.INT4 or w.scale is None or x.dtype != torch.bfloat16 or tokens > 8:
+    if w.storage != KernelStorage.INT4 or w.scale is None or x.dtype != torch.bfloat16 or tokens > 8:
         return False
     return not w.scale.stride(0) % 8 and not w.scale.data_ptr() % 16
 
@@ -89,7 +89,7 @@ def takes_boxes(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
     """Whether the kernel of box.cuh is a choice: one token on Hopper, else as that of ring.cuh, and groups of 128
     columns, two at a time.
     """
-    if w.storage != Storage.INT4 or tokens != 1 or w.step_shift or x.shape[-1] % 256 or not _has_wide(x.device):
+    if w.storage != KernelStorage.INT4 or tokens != 1 or w.step_shift or x.shape[-1] % 256 or not _has_wide(x.device):
         return False
     return _takes_ring(w, x, tokens)
 
@@ -103,7 +103,7 @@ def plan_of(w: KernelWeight, x: torch.Tensor, rows: int, tokens: int, gated: boo
     boxes = plan_boxes(rows, groups, num_sms(x), gated) if takes_boxes(w, x, tokens) else None
     ring = None
     if boxes is None and _takes_ring(w, x, tokens):
-        kind = "int4" if w.storage == Storage.INT4 else w.storage.name
+        kind = "int4" if w.storage == KernelStorage.INT4 else w.storage.name
         ring = plan_ring(kind, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
     return boxes or ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
@@ -242,9 +242,9 @@ def _stacked(
         return None
     both = [kernel_weight(x, kind, weight, None, None) for kind, weight in zip(kinds, weights, strict=True)]
     by_storage = {w.storage: (w, part) for w, part in zip(both, bias, strict=True) if w is not None}
-    if by_storage.keys() != {Storage.Q4_K, Storage.Q6_K} or has_99_kib(x.device):
+    if by_storage.keys() != {KernelStorage.Q4_K, KernelStorage.Q6_K} or has_99_kib(x.device):
         return None
-    (q4_k, bias4), (q6_k, bias6) = by_storage[Storage.Q4_K], by_storage[Storage.Q6_K]
+    (q4_k, bias4), (q6_k, bias6) = by_storage[KernelStorage.Q4_K], by_storage[KernelStorage.Q6_K]
     size = x.shape[-1]
     plan = plan_stacked_ring((len(weights[0]), len(weights[1])), size // GROUP, x.numel() // size, num_sms(x))
     if plan is None or not all(_is_whole(w, plan, size, x.numel() // size) for w in (q4_k, q6_k)):
@@ -260,8 +260,8 @@ def _is_whole(w: KernelWeight, plan: PackedCudaPlan, size: int, tokens: int) -> 
 
 
 def _takes_fp8(x: torch.Tensor, weight: torch.Tensor, gated: bool = False) -> bool:
-    """As `fp8.takes`; the kernel's library is another than this folder's, for which the provider was selected."""
-    return fp8.takes(x, weight, gated) and _has_fp8(x.device)
+    """As `linear_fp8.takes`; its library is another than this folder's, for which the provider was selected."""
+    return linear_fp8.takes(x, weight, gated) and _has_fp8(x.device)
 
 
 @functools.cache
@@ -274,7 +274,7 @@ def linear_packed_silu_and_mul(
 ) -> torch.Tensor:
     """The op `linear_packed_silu_and_mul`."""
     if storage == "fp8" and scale is not None and _takes_fp8(x, weight, gated=True):
-        return fp8.fp8_product(x, weight, scale, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
+        return linear_fp8.fp8_product(x, weight, scale, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
     w = kernel_weight(x, storage, weight, scale, zero)
     if w is None:
         return silu_and_mul(packed_products.packed_product(x, storage, weight, scale, zero)[0])
@@ -287,7 +287,7 @@ def linear_packed_add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
     if storage == "fp8" and scale is not None and _takes_fp8(x, weight):
-        return sum_add_rms_norm(fp8.fp8_product(x, weight, scale, sums=True), bias, residual, norm_weight, eps)
+        return sum_add_rms_norm(linear_fp8.fp8_product(x, weight, scale, sums=True), bias, residual, norm_weight, eps)
     w = kernel_weight(x, storage, weight, scale, zero, sums=True)
     if w is None:
         return packed_products.linear_packed_add_rms_norm(
@@ -304,7 +304,7 @@ def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
     a kernel; others have two, as separate ops.
     """
     if weight.dtype != torch.uint8:
-        return fp8.num_tokens_gated(weight)
+        return linear_fp8.num_tokens_gated(weight)
     return range(1, (WIDE_TOKENS if _has_wide(weight.device) else MAX_TOKENS) + 1)
 
 

@@ -15,7 +15,7 @@ from nanovllm.kernels.cuda.fp8.fp8_cuda_plan import (
     plan_fp8_cuda,
     shared_bytes,
 )
-from nanovllm.kernels.cuda.packed.library import FP8_FOLDER, product_kernel
+from nanovllm.kernels.cuda.packed.product_libraries import FP8_FOLDER, product_kernel
 from nanovllm.kernels.ops.linear_fp8 import block_shape
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm import packed_products

@@ -10,9 +10,9 @@ triton = pytest.importorskip("triton")
 from nanovllm.kernels.extra.gated_mlp import gated_mlp as native_gated_mlp
 from nanovllm.kernels.extra.linear_bias_act import ACTIVATIONS
 from nanovllm.kernels.extra.linear_bias_act import linear_bias_act as native_linear_bias_act
-from nanovllm.kernels.triton.gemm import products
+from nanovllm.kernels.triton.gemm import tiled_products
 from nanovllm.kernels.triton.gemm.product_plan import StreamPlan, TilePlan, plan_product
-from nanovllm.kernels.triton.gemm.products import features, gated_mlp, linear_bias_act, matmul
+from nanovllm.kernels.triton.gemm.tiled_products import features, gated_mlp, linear_bias_act, matmul
 from tests.kernels.triton.common import DEVICE as DEVICE_NAME
 from tests.kernels.triton.common import DTYPES, GPU, graph_of, strided
 
@@ -145,14 +145,14 @@ def test_every_plan_on_every_shape(plan, dtype):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype):
     if not TMA:
-        assert not products.many_tokens(torch.empty(64, 64, dtype=dtype, device=DEVICE))
+        assert not tiled_products.many_tokens(torch.empty(64, 64, dtype=dtype, device=DEVICE))
         return
     plan, shapes = TilePlan(64, 16, 32, 2, 1, 4, 2, tma=True, flatten=True), [(70, 72, 40), (64, 64, 16), (3, 40, 8)]
     if GPU:
-        plan, shapes = products.MANY_PLAN, [(4096, 1024, 3072), (4099, 2048, 6144), (5000, 576, 1536)]
+        plan, shapes = tiled_products.MANY_PLAN, [(4096, 1024, 3072), (4099, 2048, 6144), (5000, 576, 1536)]
     for m, k, n in shapes:
         x, weight = strided(randn(m, k, dtype=dtype)), randn(2 * n, k, dtype=dtype, seed=1, scale=k**-0.5)
-        got = products.silu_and_mul_of_many(x, weight, plan)
+        got = tiled_products.silu_and_mul_of_many(x, weight, plan)
         assert got.dtype == dtype and got.shape == (m, n) and got.is_contiguous()
         # A tensor core adds 16 columns at a time and truncates to 24 bits. No partial sum is above 6 magnitudes.
         sums, error = x.double() @ weight.double().T, -(-k // 16) * 2.0**-23 * 6 * magnitude(x, weight)
@@ -171,7 +171,7 @@ def test_silu_and_mul_of_many_tokens_rounds_as_the_ops_do(dtype):
 
 
 def test_which_numbers_of_tokens_are_many(monkeypatch):
-    monkeypatch.setattr(products, "features", lambda device: (True, True))
+    monkeypatch.setattr(tiled_products, "features", lambda device: (True, True))
 
     def weight(rows, size, dtype=torch.bfloat16):
         return type("Weight", (), {
@@ -180,11 +180,15 @@ def test_which_numbers_of_tokens_are_many(monkeypatch):
             "element_size": lambda self: 2, "data_ptr": lambda self: 256,
         })()  # fmt: skip
 
-    assert products.many_tokens(weight(6144, 1024)) == range(4096, 1 << 31) == products.many_tokens(weight(12288, 2048))
+    assert (
+        tiled_products.many_tokens(weight(6144, 1024))
+        == range(4096, 1 << 31)
+        == tiled_products.many_tokens(weight(12288, 2048))
+    )
     refused = [weight(6144, 1024, torch.float32), weight(24576, 4096), weight(3072, 1020), weight(8, 0)]
-    assert not any(products.many_tokens(w) for w in refused)
-    monkeypatch.setattr(products, "features", lambda device: (True, False))
-    assert not products.many_tokens(weight(6144, 1024))
+    assert not any(tiled_products.many_tokens(w) for w in refused)
+    monkeypatch.setattr(tiled_products, "features", lambda device: (True, False))
+    assert not tiled_products.many_tokens(weight(6144, 1024))
 
 
 @pytest.mark.parametrize("activation, dtype", [*zip(("silu", "gelu", "gelu_tanh"), DTYPES)], ids=str)

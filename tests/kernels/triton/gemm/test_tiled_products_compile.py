@@ -9,8 +9,8 @@ triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 
-from nanovllm.kernels.triton.gemm import products
-from nanovllm.kernels.triton.gemm.products import gated_mlp, linear_bias_act
+from nanovllm.kernels.triton.gemm import tiled_products
+from nanovllm.kernels.triton.gemm.tiled_products import gated_mlp, linear_bias_act
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight
 from tests.kernels.triton.compiled import compiled, in_turn, launches_of, resources, tensors
 
@@ -20,8 +20,8 @@ SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 
 def calls(dtype, features, monkeypatch):
     """(name, launches) of calls at the shapes of Qwen3-0.6B and 8B, and at odd and transposed ones."""
-    monkeypatch.setattr(products, "features", lambda device: features)
-    monkeypatch.setattr(products, "num_sms", lambda x: 132)
+    monkeypatch.setattr(tiled_products, "features", lambda device: features)
+    monkeypatch.setattr(tiled_products, "num_sms", lambda x: 132)
 
     t = tensors(dtype)
     for m in (1, 16, 64, 256, 2048):
@@ -30,7 +30,7 @@ def calls(dtype, features, monkeypatch):
         yield f"gated_mlp {m}", lambda m=m: gated_mlp(t(m, 1024), t(6144, 1024), t(1024, 3072))
     yield "gated_mlp 8192", lambda: gated_mlp(t(8192, 4096), t(2 * 12288, 4096), t(4096, 12288))
     if features[1] and dtype != torch.float32:
-        yield "silu_and_mul of many", lambda: products.silu_and_mul_of_many(t(8192, 1024), t(6144, 1024))
+        yield "silu_and_mul of many", lambda: tiled_products.silu_and_mul_of_many(t(8192, 1024), t(6144, 1024))
     yield "sums of few rows", lambda: linear_bias_act(t(1, 1024), t(256, 1024), t(256), "silu")
     for m in (1, 40, 300):
         yield f"odd {m}", lambda m=m: linear_bias_act(t(m, 100), t(3700, 100), t(3700), "silu")
