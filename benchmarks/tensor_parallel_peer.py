@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.turns import Peer, serve
-from nanovllm.bench.engines.common import Engine
+from nanovllm.bench.engines.engine_interface import Engine
 from nanovllm.bench.job import Job, ResultRow
 from nanovllm.bench.measuring_process import measure_workload
 from nanovllm.bench.workloads import select

@@ -31,7 +31,7 @@ from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.turns import Peer, serve, stop_on_signals
-from nanovllm.bench.engines.common import model_directory
+from nanovllm.bench.engines.engine_interface import model_directory
 from nanovllm.bench.job import Job
 from nanovllm.bench.trace_reader import DEVICE, Kernel, busy
 from nanovllm.bench.workloads import select

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from nanovllm.cli.lab import LESSONS, app
 from nanovllm.hardware.measured_rates import Rates
-from nanovllm.lab import mlp
+from nanovllm.lab import mlp_sweeps
 from nanovllm.lab import way_timing as timing
 from nanovllm.lab.lesson import NAMES, lesson
 
@@ -17,7 +17,7 @@ from nanovllm.lab.lesson import NAMES, lesson
 def fixed_rates(monkeypatch):
     rates = Rates("a test", 1e10, 1e10, 1e10, {"float32": 1e11})
     monkeypatch.setattr(timing, "rates", lambda *args: rates)
-    monkeypatch.setattr(mlp, "rates", lambda *args: rates)
+    monkeypatch.setattr(mlp_sweeps, "rates", lambda *args: rates)
 
 
 def lab(*args):
@@ -91,7 +91,7 @@ def test_what_cannot_be_written_is_said_before_anything_runs(command, option, na
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")
     monkeypatch.setattr("nanovllm.lab.lesson_run.run", lambda *_: pytest.fail("it ran"))
-    monkeypatch.setattr("nanovllm.lab.mlp.run_sweeps", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr("nanovllm.lab.mlp_sweeps.run_sweeps", lambda *_: pytest.fail("it ran"))
     error = lab(command, "--device", "cpu", option, str(tmp_path / name)).exception
     assert isinstance(error, ValueError) and str(error).startswith(f"{option} {tmp_path / name}: ")
     assert said.replace("{tmp}", str(tmp_path)) in str(error)

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.serving import dummy_tokenizer
 from benchmarks.serving.result_file import OURS, ResultFile
 from benchmarks.serving.server_process import ServerFailed, ServerProcess
-from nanovllm.bench.engines.common import model_directory
+from nanovllm.bench.engines.engine_interface import model_directory
 from nanovllm.bench.job import Job
 from nanovllm.bench.launcher import with_causes
 from nanovllm.bench.workloads import WORKLOADS

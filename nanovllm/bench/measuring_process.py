@@ -18,7 +18,7 @@ import torch
 
 from nanovllm.arguments import full_dtype
 from nanovllm.bench.engines import start
-from nanovllm.bench.engines.common import Engine, EngineError
+from nanovllm.bench.engines.engine_interface import Engine, EngineError
 from nanovllm.bench.foreign_load import ForeignLoad
 from nanovllm.bench.job import Emit, Job, Repeat, ResultRow, stopped
 from nanovllm.bench.workload_cost import ModelShape, workload_work

@@ -12,7 +12,7 @@ from nanovllm.kernels import Kernels, Op, all_ops
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import AttentionMetadata, LayerCache, LayerInputs, ResidualStream
 from nanovllm.models.model_presets import preset
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 from nanovllm.wording import counted
 
 _BLOCK = 256  # tokens of a KV cache block, the engine's default

@@ -116,7 +116,7 @@ def mlp(
     from nanovllm.cli.lab_show_mlp import plot as draw
     from nanovllm.cli.lab_show_mlp import show
     from nanovllm.hardware.devices import select_device
-    from nanovllm.lab.mlp import Shape, run_sweeps
+    from nanovllm.lab.mlp_sweeps import Shape, run_sweeps
 
     _check_plot(plot)
     where = select_device(device)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nanovllm.cli.lab_show import label_powers, new_figure
 from nanovllm.cli.text_table import print_table
-from nanovllm.lab.mlp import Point, Sweeps
+from nanovllm.lab.mlp_sweeps import Point, Sweeps
 from nanovllm.wording import counted
 
 _MANY = 10e12

@@ -13,7 +13,7 @@ from nanovllm.kernels.ops.decoder_step import DecoderBatch, DecoderLayerWeights,
 from nanovllm.layers.attention import AttentionMetadata, LayerCache
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer, Rows
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 
 NOT_SELECTED = "no provider of decoder_step was selected"
 

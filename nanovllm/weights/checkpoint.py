@@ -15,7 +15,7 @@ from nanovllm.config import ONLINE_QUANTIZATION as ONLINE
 from nanovllm.config import EngineConfig
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.model_presets import PRESETS, preset
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 from nanovllm.weights import gguf
 from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json

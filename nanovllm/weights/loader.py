@@ -20,7 +20,7 @@ from nanovllm.layers.embed_head import LMHead
 from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.layers.packed_weight import PackedWeight, weights_without_memory
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 from nanovllm.weights import dummy as random_weights
 from nanovllm.weights import gguf, safetensors_files
 from nanovllm.weights.checkpoint import Checkpoint

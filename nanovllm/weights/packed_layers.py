@@ -16,7 +16,7 @@ from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, bytes_and_
 from nanovllm.layers.stored_matrices import FloatMatrix, GGUFMatrix
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.weights.checkpoint import Checkpoint
-from nanovllm.weights.quantization.gguf_blocks import GGUFStorage
+from nanovllm.weights.quantization.gguf_storage import GGUFStorage
 from nanovllm.weights.quantization.online import Quantiser
 from nanovllm.weights.quantization.storage import PlaneError, StoredShard
 from nanovllm.weights.safetensors_files import WeightError

@@ -12,7 +12,7 @@ import torch
 from nanovllm.layers.linear import Part
 from nanovllm.layers.rotary_embedding import head_order
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 from nanovllm.weights.safetensors_files import NO_PARTS, TensorHeader, WeightError
 
 

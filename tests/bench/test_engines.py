@@ -13,7 +13,7 @@ import pytest
 import bench
 from nanovllm import LLM
 from nanovllm.bench import benchmark, command_line
-from nanovllm.bench.engines.common import EngineError, model_directory, quantised_by_peer
+from nanovllm.bench.engines.engine_interface import EngineError, model_directory, quantised_by_peer
 from nanovllm.bench.engines.nanovllm import NanovllmEngine
 from nanovllm.bench.job import Job, Repeat
 from nanovllm.bench.workload_cost import ModelShape

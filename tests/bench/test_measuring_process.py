@@ -8,7 +8,7 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.bench import measuring_process
-from nanovllm.bench.engines.common import EngineError
+from nanovllm.bench.engines.engine_interface import EngineError
 from nanovllm.bench.engines.nanovllm import NanovllmEngine
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.launcher import in_process, measure_rows

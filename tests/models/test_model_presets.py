@@ -5,7 +5,7 @@ import torch
 
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.model_presets import PRESETS, preset
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 from tests.native import NATIVE
 
 # Millions of parameters, as the model cards give them; tied embeddings count once.

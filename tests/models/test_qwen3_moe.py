@@ -12,7 +12,7 @@ from nanovllm.distributed.group import Group, split_over
 from nanovllm.engine.fast.policy import FastPolicy
 from nanovllm.model_config import ModelConfig, MoeConfig
 from nanovllm.models.model_presets import preset
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.loader import load_model
 from tests import tiny

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from nanovllm.adapters.flashinfer_bench import documents
+from nanovllm.adapters.flashinfer_bench.definition_inputs import declared_inputs, main_dtype
 from nanovllm.adapters.flashinfer_bench.documents import Definition, Solution, Spec
-from nanovllm.adapters.flashinfer_bench.inputs import declared_inputs, main_dtype
 from nanovllm.kernels import Cost, Op, all_ops, nbytes, triton_support
 from nanovllm.kernels.op.declaration import TOLERANCE
 from nanovllm.kernels.op.dispatch import op as declare_op

@@ -9,7 +9,7 @@ transformers has for kernels of others, `register_attention` serves `attn_implem
 """
 
 from nanovllm.adapters.transformers.apply import apply, undo
-from nanovllm.adapters.transformers.attention import register_attention
+from nanovllm.adapters.transformers.attn_implementation import register_attention
 from nanovllm.adapters.transformers.kernel_mapping import kernel_mapping
 from nanovllm.adapters.transformers.report import Report, Row
 from nanovllm.adapters.transformers.selected import OPS

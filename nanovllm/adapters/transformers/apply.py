@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import NAME, register_attention
+from nanovllm.adapters.transformers.attn_implementation import NAME, register_attention
 from nanovllm.adapters.transformers.compiled import compile_own_code
 from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches, put_in_here
 from nanovllm.adapters.transformers.replace import Replacing

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import CACHES, NAME, RECORD, register_attention
+from nanovllm.adapters.transformers.attn_implementation import CACHES, NAME, RECORD, register_attention
 from nanovllm.adapters.transformers.norms import NormKind, Norms
 from nanovllm.adapters.transformers.patches import Packed
 from nanovllm.adapters.transformers.probe import hooked, is_linear, random, run, same, stand_in

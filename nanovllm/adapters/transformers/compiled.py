@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import CALL
+from nanovllm.adapters.transformers.attn_implementation import CALL
 from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches
 from nanovllm.adapters.transformers.probe import hooked, stand_in
 

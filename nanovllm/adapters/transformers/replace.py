@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import CALL, Chosen
 from nanovllm.adapters.transformers.attention_layer import (
     Angles,
     AttentionCalls,
@@ -18,6 +17,7 @@ from nanovllm.adapters.transformers.attention_layer import (
     recognise_attention,
     unsuited_rotary,
 )
+from nanovllm.adapters.transformers.attn_implementation import CALL, Chosen
 from nanovllm.adapters.transformers.decoder_layer import layer_forward, recognise_layer
 from nanovllm.adapters.transformers.find_stack import layer_lists, stack_of
 from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forward

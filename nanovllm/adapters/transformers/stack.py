@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.adapters.transformers.attention import CACHES, WINDOW, capturing, with_plan
 from nanovllm.adapters.transformers.attention_layer import AttentionKind
-from nanovllm.adapters.transformers.decode_state import (
+from nanovllm.adapters.transformers.attn_implementation import CACHES, WINDOW, capturing, with_plan
+from nanovllm.adapters.transformers.decode_steps import (
     CapturedSteps,
     Linear,
     Products,

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 from typing import Any
 
-from nanovllm.bench.engines.common import Engine, EngineError
+from nanovllm.bench.engines.engine_interface import Engine, EngineError
 from nanovllm.bench.job import Job
 
 ENGINES = ("nanovllm", "transformers", "vllm", "sglang", "llama.cpp", "openvino")

@@ -8,7 +8,7 @@ from typing import Any
 
 import llama_cpp as lib
 
-from nanovllm.bench.engines.common import EngineError, cpu_threads, gaps, gguf_config
+from nanovllm.bench.engines.engine_interface import EngineError, cpu_threads, gaps, gguf_config
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.wording import counted

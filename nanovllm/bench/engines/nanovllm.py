@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines.common import gaps, run_open_loop
+from nanovllm.bench.engines.engine_interface import gaps, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.sampling_params import SamplingParams

@@ -10,7 +10,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from nanovllm.bench.engines.common import EngineError, cpu_threads, gguf_config
+from nanovllm.bench.engines.engine_interface import EngineError, cpu_threads, gguf_config
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines.common import gaps, model_directory, quantised_by_peer
+from nanovllm.bench.engines.engine_interface import gaps, model_directory, quantised_by_peer
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines.common import EngineError, gaps, model_directory
+from nanovllm.bench.engines.engine_interface import EngineError, gaps, model_directory
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig

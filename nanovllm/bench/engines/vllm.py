@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import vllm
 
-from nanovllm.bench.engines.common import EngineError, model_directory, quantised_by_peer, run_open_loop
+from nanovllm.bench.engines.engine_interface import EngineError, model_directory, quantised_by_peer, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.model_config import ModelConfig

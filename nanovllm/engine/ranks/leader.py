@@ -34,7 +34,7 @@ from nanovllm.engine.step import ScheduledStep
 from nanovllm.kernels import resolve_kernels
 from nanovllm.log_format import logs_json
 from nanovllm.model_config import ModelConfig
-from nanovllm.models.registry import model_class
+from nanovllm.models.model_registry import model_class
 from nanovllm.wording import counted
 
 logger = logging.getLogger(__name__)

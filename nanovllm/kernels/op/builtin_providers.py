@@ -81,7 +81,7 @@ _triton(
 _triton(
     "attention.decode", ops.attention_decode, ops.qk_norm_rope_attention, accepts=refused_by_interpreter, takes_out=True
 )
-_triton("attention.dense", extra.attention_dense, accepts=refused_by_interpreter)
+_triton("attention.attention_dense", extra.attention_dense, accepts=refused_by_interpreter)
 _triton(
     "attention.prefill", ops.attention_prefill, accepts=refused_by_interpreter, takes_out=True, takes_concurrent=True
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanovllm.adapters.flashinfer_bench import documents, export_op
-from nanovllm.adapters.flashinfer_bench.inputs import declared_inputs
+from nanovllm.adapters.flashinfer_bench.definition_inputs import declared_inputs
 from nanovllm.kernels import Tensors, all_ops, load_plugins, rms_norm
 from nanovllm.kernels.op.registry import temporary
 

@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from nanovllm.adapters.transformers import apply, register_attention
-from nanovllm.adapters.transformers.attention import is_sliding_window, plan_mask
+from nanovllm.adapters.transformers.attn_implementation import is_sliding_window, plan_mask
 from nanovllm.adapters.transformers.compiled import STAND_IN
 from nanovllm.kernels import all_ops, attention_dense
 from nanovllm.kernels.extra.attention_dense import dense_mask
@@ -150,7 +150,7 @@ def test_masks_that_are_no_window():
 def test_wrong_calls():
     model = with_attention("Llama", "nanovllm")
     attend, x = model.model.layers[0].self_attn, torch.zeros(1, 4, 2, 16)
-    from nanovllm.adapters.transformers.attention import attention
+    from nanovllm.adapters.transformers.attn_implementation import attention
 
     with pytest.raises(ValueError, match="no attention sinks"):
         attention(attend, x, x[:, :2], x[:, :2], None, s_aux=torch.zeros(4))

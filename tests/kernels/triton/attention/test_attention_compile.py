@@ -12,6 +12,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("compiles nothing under TRITON_INTERPRET", allow_module_level=True)
 import triton.language as tl
 
+from nanovllm.kernels.triton.attention.attention_dense import attention_dense
 from nanovllm.kernels.triton.attention.decode_plan import (
     DecodeSizes,
     plan_decode,
@@ -19,7 +20,6 @@ from nanovllm.kernels.triton.attention.decode_plan import (
     plan_shared,
     tokens_together,
 )
-from nanovllm.kernels.triton.attention.dense import attention_dense
 from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill, plan_prefill
 from nanovllm.kernels.triton.attention.rotate import load_heads, rotate_heads, rotated_halves
 from tests.kernels.sass_wgmma import machine_code, touched_in_flight

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from nanovllm.cli.lab_show_mlp import in_words, show
 from nanovllm.hardware.measured_rates import Rates
-from nanovllm.lab import mlp
-from nanovllm.lab.mlp import SWEEPS, Point, Shape, TrainingRun, run_sweeps
+from nanovllm.lab import mlp_sweeps
+from nanovllm.lab.mlp_sweeps import SWEEPS, Point, Shape, TrainingRun, run_sweeps
 
 CPU = torch.device("cpu")
 BASE = Shape(steps=1, layers=2, batch=4, dim=8)
@@ -20,7 +20,7 @@ RATES = Rates("a test", 1e10, 1e10, 1e10, {"float32": 1e11})
 
 @pytest.fixture(autouse=True)
 def fixed_rates(monkeypatch):
-    monkeypatch.setattr(mlp, "rates", lambda device, dtypes: RATES)
+    monkeypatch.setattr(mlp_sweeps, "rates", lambda device, dtypes: RATES)
 
 
 def sweeps(**arguments):
@@ -56,7 +56,7 @@ def test_rates_have_the_unit_of_the_device(limit, unit, rate, capsys):
     shape = Shape(steps=1, layers=2, batch=5, dim=50)
     point = Point(shape, seconds=shape.flops / 2.5e9, ratio=1.0, flops_ratio=1.0, share=0.02)
     rates = Rates("a test", 1e10, 1e10, 1e10, {"float32": limit})
-    show(mlp.Sweeps(rates, CPU, torch.float32, shape, {"batch": (point,)}))
+    show(mlp_sweeps.Sweeps(rates, CPU, torch.float32, shape, {"batch": (point,)}))
     printed = capsys.readouterr().out
     assert f"limit of matrix products: {limit / {'G': 1e9, 'T': 1e12}[unit[0]]:.2f} {unit}" in printed
     head, _, row = printed.splitlines()[-3:]
