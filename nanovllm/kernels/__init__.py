@@ -17,10 +17,10 @@ with importing_engine():
     from nanovllm.kernels.op.availability import triton_support, unavailable_reason
     from nanovllm.kernels.op.dispatch import Op, op
     from nanovllm.kernels.op.inputs import Cost, Inputs, Tensors, nbytes
-    from nanovllm.kernels.op.kernels import Kernels
     from nanovllm.kernels.op.plugins import load_plugins
     from nanovllm.kernels.op.provider import KernelError, Provider
     from nanovllm.kernels.op.registry import all_ops
+    from nanovllm.kernels.op.selected_kernels import Kernels
     from nanovllm.kernels.op.selection import resolve_kernels
     from nanovllm.kernels.ops import *  # noqa: F403
     from nanovllm.kernels.ops import __all__ as _op_names

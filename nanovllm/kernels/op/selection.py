@@ -19,7 +19,6 @@ import torch
 
 from nanovllm.console import warn
 from nanovllm.kernels.op.declaration import OpDeclaration
-from nanovllm.kernels.op.kernels import Kernels
 from nanovllm.kernels.op.measured_order import measured_order
 from nanovllm.kernels.op.plugin_use import reasons_against, warn_if_it_serves_nothing
 from nanovllm.kernels.op.plugins import load_plugins
@@ -34,6 +33,7 @@ from nanovllm.kernels.op.priority import (
 )
 from nanovllm.kernels.op.provider import NATIVE, Provider, bind
 from nanovllm.kernels.op.registry import all_ops
+from nanovllm.kernels.op.selected_kernels import Kernels
 
 logger = logging.getLogger(__name__)
 

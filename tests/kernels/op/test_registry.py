@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanovllm.kernels import KERNELS_AVAILABLE, Op, Provider, all_ops, op, unavailable_reason
-from nanovllm.kernels.op.kernels import Kernels
 from nanovllm.kernels.op.provider import NATIVE, bind
+from nanovllm.kernels.op.selected_kernels import Kernels
 
 CPU = torch.device("cpu")
 
