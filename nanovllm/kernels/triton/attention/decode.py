@@ -8,11 +8,11 @@ from nanovllm.kernels.ops.checks import check_attention_values, check_decode, ch
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
 from nanovllm.kernels.ops.shared_prefixes import check_shared
 from nanovllm.kernels.triton.attention.call import DecodeCall
-from nanovllm.kernels.triton.attention.common import result_for
 from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper, refused, takes
 from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan
 from nanovllm.kernels.triton.attention.decode_launch import launch_decode, launch_shared
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, SharedPlan
+from nanovllm.kernels.triton.attention.launch_helpers import result_for
 
 
 def attention_decode(

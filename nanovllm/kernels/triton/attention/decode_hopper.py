@@ -13,7 +13,8 @@ from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.attention.call import DecodeCall
-from nanovllm.kernels.triton.attention.common import (
+from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan, plan_hopper_decode
+from nanovllm.kernels.triton.attention.launch_helpers import (
     LOG2E,
     gluon_kernel,
     has_hopper_kernels,
@@ -21,7 +22,6 @@ from nanovllm.kernels.triton.attention.common import (
     padded_count,
     result_for,
 )
-from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan, plan_hopper_decode
 from nanovllm.kernels.triton.cluster_launch import launch_clusters, launches_clusters
 from nanovllm.kernels.triton.counters import arrival_counters
 from nanovllm.kernels.triton.early_start import ATTENTION_TOKENS

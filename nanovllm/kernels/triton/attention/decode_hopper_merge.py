@@ -1,7 +1,7 @@
 """Results of the decode kernel for Hopper: those of a program's warps, and partial ones of a sequence's pieces, merged
 and stored.
 
-What `common.py` is for the kernels in Triton, with the layouts that Gluon wants to be told.
+What `queries_and_partials.py` is for the kernels in Triton, with the layouts that Gluon wants to be told.
 """
 
 from triton.experimental import gluon

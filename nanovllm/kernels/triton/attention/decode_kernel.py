@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from nanovllm.kernels.triton.attention.attend import attend, attend_token, load_tile, token_score
-from nanovllm.kernels.triton.attention.common import (
+from nanovllm.kernels.triton.attention.decode_pieces import find_piece, num_tiles
+from nanovllm.kernels.triton.attention.queries_and_partials import (
     load_queries,
     load_query_tokens,
     merge_partials,
@@ -27,7 +28,6 @@ from nanovllm.kernels.triton.attention.common import (
     store_rows,
     store_tokens,
 )
-from nanovllm.kernels.triton.attention.decode_pieces import find_piece, num_tiles
 from nanovllm.kernels.triton.attention.rotate import cached_value, load_heads, rotate_heads, store_new_token
 from nanovllm.kernels.triton.attention.shared_kernel import shared_start
 from nanovllm.kernels.triton.device_memory import fence, prefetch

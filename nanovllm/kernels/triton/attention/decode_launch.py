@@ -9,13 +9,6 @@ import torch
 from nanovllm.kernels.op.tunable import bucket
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.attention.call import DecodeCall
-from nanovllm.kernels.triton.attention.common import (
-    LOG2E,
-    as_words,
-    num_multiprocessors,
-    padded_count,
-    result_for,
-)
 from nanovllm.kernels.triton.attention.decode_kernel import decode_kernel
 from nanovllm.kernels.triton.attention.decode_plan import (
     DecodePlan,
@@ -25,6 +18,13 @@ from nanovllm.kernels.triton.attention.decode_plan import (
     plan_rest,
     plan_shared,
     tokens_together,
+)
+from nanovllm.kernels.triton.attention.launch_helpers import (
+    LOG2E,
+    as_words,
+    num_multiprocessors,
+    padded_count,
+    result_for,
 )
 from nanovllm.kernels.triton.attention.shared_kernel import shared_kernel
 from nanovllm.kernels.triton.counters import arrival_counters

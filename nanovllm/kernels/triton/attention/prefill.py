@@ -11,7 +11,7 @@ from nanovllm.kernels.ops.checks import check_prefill
 from nanovllm.kernels.ops.paged_kv import PagedKV
 from nanovllm.kernels.triton import tunables
 from nanovllm.kernels.triton.attention import prefill_hopper
-from nanovllm.kernels.triton.attention.common import LOG2E, capability, padded_count, result_for
+from nanovllm.kernels.triton.attention.launch_helpers import LOG2E, capability, padded_count, result_for
 from nanovllm.kernels.triton.attention.prefill_kernel import prefill_kernel
 from nanovllm.kernels.triton.attention.prefill_plan import (
     HopperPrefillPlan,

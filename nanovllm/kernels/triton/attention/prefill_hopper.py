@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.ops.paged_kv import PagedKV
-from nanovllm.kernels.triton.attention.common import LOG2E, gluon_kernel, has_hopper_kernels, num_multiprocessors
+from nanovllm.kernels.triton.attention.launch_helpers import (
+    LOG2E,
+    gluon_kernel,
+    has_hopper_kernels,
+    num_multiprocessors,
+)
 from nanovllm.kernels.triton.attention.prefill_plan import HopperPrefillPlan, fit_hopper, prefill_registers
 from nanovllm.kernels.triton.counters import arrival_counters
 from nanovllm.kernels.triton.launch_arguments import next_power_of_2

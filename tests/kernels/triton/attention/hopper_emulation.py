@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from nanovllm.kernels.triton.attention.common import LOG2E
+from nanovllm.kernels.triton.attention.launch_helpers import LOG2E
 from tests.kernels.ptx_emulator import Machine
 from tests.kernels.ptx_launch import Memory
 from tests.kernels.triton.attention.decode_calls import make

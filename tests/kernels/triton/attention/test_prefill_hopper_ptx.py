@@ -15,7 +15,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("Gluon kernels are not interpreted", allow_module_level=True)
 pytest.importorskip("triton.experimental.gluon")
 
-from nanovllm.kernels.triton.attention.common import LOG2E
+from nanovllm.kernels.triton.attention.launch_helpers import LOG2E
 from nanovllm.kernels.triton.attention.prefill_plan import plan_hopper_prefill
 from tests.kernels.ptx_arithmetic import UnknownInstruction
 from tests.kernels.ptx_emulator import BASE, Machine
