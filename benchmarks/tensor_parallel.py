@@ -184,7 +184,7 @@ def serve_rank(descriptor: int, rank: int) -> None:
     try:
         group = _run_rank(directory, rank, *arguments)
         connection.send(("done", None))
-        group.kept.clear()  # rank 0's memory
+        group.provider_state.clear()  # rank 0's memory
         group.process_group.abort()
         connection.recv()
     except EOFError:

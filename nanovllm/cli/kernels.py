@@ -99,7 +99,7 @@ def why(
     """Which provider runs an op here, and why the others do not."""
     where, ops, origins = common.prepare(device, kernel_plugin)
     from nanovllm.kernels import KernelError
-    from nanovllm.kernels.op.selection import left_out, why_selected
+    from nanovllm.kernels.op.selection import fused_ops_left_out, why_selected
     from nanovllm.kernels.testing.verify import Case
 
     declared = common.only(ops, op)
@@ -122,7 +122,7 @@ def why(
                     row["reason"] = str(e)
     because = why_selected(declared, where, origins)
     taken = next((r["provider"] for r in rows if r["chosen"] and r["reason"] is None), "native")
-    unused = left_out(declared, where, origins)
+    unused = fused_ops_left_out(declared, where, origins)
     document = {"op": op, "runs": taken, "because": because, "call": call, "providers": rows, "left_out": unused}
     if write_json(json_file, document):
         return

@@ -77,14 +77,14 @@ def with_provider(ops: list[Op], providers: list[str] | None, origins: Iterable[
         ValueError: no op has a provider of that name. The message says what the plugins have in its place.
     """
     from nanovllm.arguments import did_you_mean
-    from nanovllm.kernels.op.priority import yours
+    from nanovllm.kernels.op.priority import unknown_provider_hint
 
     known = sorted({name for declared in ops for name in declared.providers})
     for name in providers or ():
         if name not in known:
             has = [_what_it_has(origin, name) for origin in origins]
             remedy = " ".join(filter(None, (did_you_mean(name, known), "; ".join(has))))
-            remedy = remedy if has else yours(name, known, "--kernel-plugin FILE")
+            remedy = remedy if has else unknown_provider_hint(name, known, "--kernel-plugin FILE")
             raise ValueError(f"--provider {name}: expected one of {', '.join(known)}; {remedy}")
     return [o for o in ops if not providers or set(providers) & set(o.providers)]
 

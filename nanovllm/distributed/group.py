@@ -19,18 +19,18 @@ class Group:
     Attributes:
         process_group: a `torch.distributed.ProcessGroup` of these processes; None: there is one process.
         store: what the ranks exchange handles of shared memory by; None: there is one process.
-        meet: waits until every rank has reached the place in the code that its argument names.
-        kept: what providers of collectives keep for this group, by their name.
-        captured: the CUDA graphs that hold collectives of this group.
+        barrier: waits until every rank has reached the place in the code that its argument names.
+        provider_state: what providers of collectives keep for this group, by their name.
+        captured_graphs: the CUDA graphs that hold collectives of this group.
     """
 
     rank: int = 0
     size: int = 1
     process_group: Any = None
     store: Any = None
-    meet: Callable[[str], None] = lambda place: None
-    kept: dict[str, Any] = field(default_factory=dict, repr=False)
-    captured: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
+    barrier: Callable[[str], None] = lambda place: None
+    provider_state: dict[str, Any] = field(default_factory=dict, repr=False)
+    captured_graphs: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
 
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total`; a ValueError naming `what` if it does not divide."""
@@ -61,8 +61,8 @@ class Group:
         work = self.process_group._allgather_base(parts, x.contiguous(), options)
         if work is not None:
             work.wait()
-        kept = [max(0, min(n, length - rank * n)) for rank in range(self.size)]
-        columns = [part[:, :width] for part, width in zip(parts.view(self.size, rows, n), kept, strict=True)]
+        widths = [max(0, min(n, length - rank * n)) for rank in range(self.size)]
+        columns = [part[:, :width] for part, width in zip(parts.view(self.size, rows, n), widths, strict=True)]
         return torch.cat(columns, dim=1, out=out)
 
     def smallest(self, number: int, device: torch.device) -> int:
@@ -76,9 +76,9 @@ class Group:
 
         No step of this process runs meanwhile.
         """
-        for graph in tuple(self.captured):
+        for graph in tuple(self.captured_graphs):
             graph.reset()
-        self.captured.clear()
+        self.captured_graphs.clear()
 
     def _reduced(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
         x = x.contiguous()

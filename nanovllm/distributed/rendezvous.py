@@ -16,7 +16,7 @@ _COLLECTIVE_SECONDS = 600.0
 
 
 def join(
-    directory: Path, rank: int, size: int, device: torch.device, timeout: float, meet: Callable[[str], None]
+    directory: Path, rank: int, size: int, device: torch.device, timeout: float, barrier: Callable[[str], None]
 ) -> Group:
     """This rank's group, once all ranks have called this. It is no part of torch.distributed's default group.
 
@@ -24,7 +24,7 @@ def join(
         directory: an empty directory that all ranks share, which only this user can enter.
         device: the rank's own; NCCL connects GPUs, Gloo CPUs.
         timeout: seconds to wait for the others; on CPUs in each collective as well.
-        meet: as in `Group`.
+        barrier: as in `Group`.
 
     Raises:
         RuntimeError: a rank did not come, or this PyTorch lacks the backend.
@@ -50,6 +50,6 @@ def join(
     process_group = distributed.ProcessGroup(store, rank, size)
     process_group._set_default_backend(backend_type)
     process_group._register_backend(torch.device(device.type), backend_type, backend)
-    group = Group(rank, size, process_group, distributed.PrefixStore("buffers", store), meet)
+    group = Group(rank, size, process_group, distributed.PrefixStore("buffers", store), barrier)
     group.smallest(0, device)  # connects the ranks, or says why they cannot be
     return group

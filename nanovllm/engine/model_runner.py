@@ -69,7 +69,7 @@ class ModelRunner:
                 packed=None if reason else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
             )  # fmt: skip
             timer.end("weights", "loaded")
-            group.meet(f"the weights are loaded for {kernels.providers}")
+            group.barrier(f"the weights are loaded for {kernels.providers}")
             self.sampler = Sampler(
                 config.max_num_seqs, checkpoint.config.vocab_size, device, kernels.sample, kernels.apply_token_bitmask
             )

@@ -90,7 +90,7 @@ def test_graphs_end_before_the_group_that_they_sum_over(directory, monkeypatch):
     monkeypatch.setattr(endings, "abort", lambda groups: (events.append("abort"), abort(groups)))
     llm = make(directory)
     graph = CapturedGraph(events)
-    llm.engine.runner.group.captured.add(graph)
+    llm.engine.runner.group.captured_graphs.add(graph)
     pids = llm.engine.ranks.pids
     del llm
     assert events == ["reset", "abort"] and gone(pids)
@@ -117,7 +117,7 @@ def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch
 
     events = []
     graph = CapturedGraph(events)
-    llm.engine.runner.group.captured.add(graph)
+    llm.engine.runner.group.captured_graphs.add(graph)
     os.kill(pids[0], signal.SIGKILL)
     while llm.engine.ranks.failure is None:  # the next step finds a rank that failed before it
         time.sleep(0.01)
@@ -212,7 +212,7 @@ def test_a_rank_that(fault, directory, tmp_path, monkeypatch):
         if fault == "stops":  # not after 300 s, which a start may take
             gloo = llm.engine.runner.group.process_group._get_backend(torch.device("cpu"))
             gloo._set_default_timeout(timedelta(seconds=2))
-        llm.engine.runner.group.captured.add(graph)
+        llm.engine.runner.group.captured_graphs.add(graph)
         events.append("started")
         llm.generate(PROMPTS, SamplingParams(max_tokens=40, ignore_eos=True), use_tqdm=False)
     assert gone(children() - before)

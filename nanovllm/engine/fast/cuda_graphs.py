@@ -65,7 +65,7 @@ class CudaGraphs:
         """As in `GraphBackend`."""
         graph = capture(fn, self._stream, self._memory)
         if self._group.size > 1:
-            self._group.captured.add(graph)
+            self._group.captured_graphs.add(graph)
         return graph
 
 

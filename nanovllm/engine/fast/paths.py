@@ -108,7 +108,7 @@ class FastPaths:
         warm_up = WarmUp(paged, sampler, self.buckets, limits)
         sizes = self.buckets.batch_sizes, self.buckets.shared_sizes, self.buckets.piggybacked_sizes
         prefill = None if self.prefill is None else [tuple(bucket) for bucket in self.prefill.buckets]
-        current_group().meet(f"{enabled} with steps of {sizes} and {prefill}")  # else ranks sum other shapes
+        current_group().barrier(f"{enabled} with steps of {sizes} and {prefill}")  # else ranks sum other shapes
         if self._logits is not None:
             self._capture(self._logits, paged, warm_up, timer)
         if enabled.warm_up:

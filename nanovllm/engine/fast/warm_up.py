@@ -67,7 +67,7 @@ class WarmUp:
             logger.info("kernels are compiled one after the other: %s: %s", type(e).__name__, e)
             state = f"are not compiled ahead: {type(e).__name__}"
         # A rank that has failed alone left out sums over the ranks, for which the others' GPUs wait.
-        current_group().meet(f"its kernels {state}")
+        current_group().barrier(f"its kernels {state}")
         self._synchronize()
 
     def run(self) -> None:

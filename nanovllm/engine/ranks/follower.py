@@ -31,19 +31,19 @@ class Follower(Ranks):
         config = self._config
         size, directory = config.tensor_parallel_size, Path(self._directory)
         self._connection.send(("started", None))
-        group = join(directory, self.rank, size, self.device, config.rank_timeout, self._meet)
+        group = join(directory, self.rank, size, self.device, config.rank_timeout, self._barrier)
         self._group = group
         with split_over(group):
             made = make()
-        self._meet("the engine has started")
+        self._barrier("the engine has started")
         return made
 
     def close(self) -> None:
         """Let go of the other ranks' memory, for which they wait when they free it."""
         if self._group is not None:
-            self._group.kept.clear()
+            self._group.provider_state.clear()
 
-    def _meet(self, place: str) -> None:
+    def _barrier(self, place: str) -> None:
         self._connection.send(("at", place))
         self._connection.recv()
 

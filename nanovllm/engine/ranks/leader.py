@@ -99,14 +99,14 @@ class Leader(Ranks):
         with self._stopped_on_failure():
             timeout = self._config.rank_timeout
             self._processes.receive("started", timeout, _NOT_STARTED)
-            meet = _Meet(self._processes, timeout)
+            barrier = _Barrier(self._processes, timeout)
             self._processes.watch(True)
-            group = join(Path(self._directory), 0, self._size, self._device, timeout, meet)
+            group = join(Path(self._directory), 0, self._size, self._device, timeout, barrier)
             self._groups.append(group)
             self._processes.watch(False)  # until the ranks meet: a disk may be slow
             with split_over(group):
                 made = make()
-            meet("the engine has started")
+            barrier("the engine has started")
             return made
 
     def run_step(self, step: Callable[[], T]) -> T:
@@ -185,8 +185,8 @@ class Leader(Ranks):
         self._processes.close()
 
 
-class _Meet:
-    """`Group.meet` of rank 0."""
+class _Barrier:
+    """`Group.barrier` of rank 0."""
 
     def __init__(self, processes: Processes, timeout: float) -> None:
         self._processes, self._timeout = processes, timeout

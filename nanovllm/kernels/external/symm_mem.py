@@ -63,15 +63,15 @@ def _filled(buffer: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _group_name(group: RankGroup) -> str:
-    return group.kept[_NAME][0]
+    return group.provider_state[_NAME][0]
 
 
 def _buffer(x: torch.Tensor, group: RankGroup) -> torch.Tensor | None:
     """Bytes that all ranks can read; made at the first call. None: x is not for it."""
     if group.size == 1 or not 0 < x.nbytes <= _MOST_BYTES or x.nbytes % 16:
         return None
-    kept: Any = group.kept.get(_NAME)
-    if kept is None:
+    state: Any = group.provider_state.get(_NAME)
+    if state is None:
         from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         name: Any = f"{_NAME} {id(group)}"
@@ -79,5 +79,5 @@ def _buffer(x: torch.Tensor, group: RankGroup) -> torch.Tensor | None:
         _register_process_group(name, group.process_group)
         _SymmetricMemory.set_group_info(name, group.rank, group.size, group.store)
         buffer = _SymmetricMemory.empty_strided_p2p((_MOST_BYTES,), (1,), torch.uint8, x.device, name)
-        kept = group.kept[_NAME] = name, buffer, _SymmetricMemory.rendezvous(buffer, name)
-    return kept[1]
+        state = group.provider_state[_NAME] = name, buffer, _SymmetricMemory.rendezvous(buffer, name)
+    return state[1]

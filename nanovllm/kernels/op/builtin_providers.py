@@ -15,7 +15,7 @@ from nanovllm.kernels.external import flash_attn, flashinfer, onednn, symm_mem
 from nanovllm.kernels.op.availability import refused_by_interpreter, triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider
-from nanovllm.kernels.ops.linear_fp8_dynamic import refused as fp8_refused
+from nanovllm.kernels.ops.linear_fp8_dynamic import fp8_dynamic_refused
 
 
 def _short_rows(x: Any, *args: Any, **kwargs: Any) -> str | None:
@@ -29,13 +29,13 @@ def _adjacent_logits(logits: Any, *args: Any, **kwargs: Any) -> str | None:
 
 
 def _gated_fp8_refused(gate_up: Any, weight: Any, scale: Any, bias: Any = None) -> str | None:
-    return fp8_refused(gate_up, weight, scale, bias)
+    return fp8_dynamic_refused(gate_up, weight, scale, bias)
 
 
 def _normed_fp8_refused(
     x: Any, residual: Any, norm_weight: Any, eps: float, weight: Any, scale: Any, bias: Any = None
 ) -> str | None:
-    return fp8_refused(x, weight, scale, bias)
+    return fp8_dynamic_refused(x, weight, scale, bias)
 
 
 def _triton(module: str, *declared: Op, accepts: Any = None, num_tokens: bool = False, **capabilities: Any) -> None:
@@ -69,7 +69,7 @@ _triton(
 _triton("gemm.packed_embedding", ops.embedding_packed)
 _triton("gemm.packed_products", ops.linear_fp8, ops.linear_gguf, ops.linear_int4, ops.linear_int8)
 _triton("gemm.packed_products", ops.linear_packed_add_rms_norm, num_tokens=True)
-_triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=fp8_refused, num_tokens=True)
+_triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=fp8_dynamic_refused, num_tokens=True)
 _triton("gemm.fp8_activations", ops.silu_and_mul_linear_fp8_dynamic, accepts=_gated_fp8_refused, num_tokens=True)
 _triton("gemm.fp8_activations", ops.add_rms_norm_linear_fp8_dynamic, accepts=_normed_fp8_refused, num_tokens=True)
 _triton("gemm.tiled_products", extra.gated_mlp, extra.linear_bias_act, accepts=refused_by_interpreter)

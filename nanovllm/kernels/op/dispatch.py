@@ -16,7 +16,7 @@ from nanovllm.kernels.op import torch_library
 from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.provider import NATIVE, Provider, bind
 from nanovllm.kernels.op.registry import add_op, current_plugin
-from nanovllm.kernels.op.selection import default_choice, native_instead
+from nanovllm.kernels.op.selection import default_choice, fall_back_to_native
 
 
 class Op(OpDeclaration):
@@ -66,7 +66,7 @@ class Op(OpDeclaration):
         if forced is None:
             provider, fn = default_choice(self, device)
             if (reason := self.why_reference(provider, bound.arguments, traced)) is not None:
-                fn = native_instead(self, provider.name, reason)
+                fn = fall_back_to_native(self, provider.name, reason)
                 provider = self.providers[NATIVE]
             return self._traced(bound) if traced else self._call(provider, fn, bound, fresh)
         provider = self.require(forced, device, f"use({forced!r})")

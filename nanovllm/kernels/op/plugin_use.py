@@ -22,7 +22,7 @@ def registered_by(plugin: str) -> list[tuple[OpDeclaration, Provider]]:
     return [(o, p) for o in all_ops().values() for p in o.providers.values() if plugin in (p.origin, o.origin)]
 
 
-def reasons_against(plugins: Collection[str], device: torch.device, declared: OpDeclaration) -> str | None:
+def why_plugins_cannot_run(plugins: Collection[str], device: torch.device, declared: OpDeclaration) -> str | None:
     """That plugins have providers of an op which cannot run on a device, and why; None: they have none."""
     reasons = [(p.name, p.support(device)) for p in declared.providers.values() if p.origin and p.origin in plugins]
     cannot = [f"{name}, which is preferred as it is a plugin's, cannot run here: {why}" for name, why in reasons if why]

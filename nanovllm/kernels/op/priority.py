@@ -83,7 +83,7 @@ def checked_priority(
             unknown = [p for p in checked[name] if p not in known]
             if unknown:
                 providers = f"providers are {', '.join(sorted(known))}"
-                raise ValueError(f"{who} names {unknown[0]!r}; {providers}; {yours(unknown[0], known)}")
+                raise ValueError(f"{who} names {unknown[0]!r}; {providers}; {unknown_provider_hint(unknown[0], known)}")
     return checked
 
 
@@ -103,10 +103,12 @@ def reject_unknown_provider(declared: OpDeclaration, name: str, who: str) -> Non
     if name not in declared.providers:
         unknown = f"{who} names {name!r}, but the providers of {declared.name!r} are {', '.join(declared.providers)}"
         failed = [f"plugin {p} failed: {r}" for p, r in failures().items()]
-        raise ValueError("; ".join((unknown, *(failed or [yours(name, declared.providers)]))))
+        raise ValueError("; ".join((unknown, *(failed or [unknown_provider_hint(name, declared.providers)]))))
 
 
-def yours(name: str, known: Iterable[str], by: str = "--kernel-plugin FILE, in Python 'kernel_plugins=[FILE]'") -> str:
+def unknown_provider_hint(
+    name: str, known: Iterable[str], by: str = "--kernel-plugin FILE, in Python 'kernel_plugins=[FILE]'"
+) -> str:
     """What an unknown provider probably is: a misspelt one, or one of a plugin that was not named."""
     likely = did_you_mean(name, known)
     return f"{likely} A provider of yours needs {by}" if likely else f"a provider of yours needs {by}"

@@ -20,7 +20,7 @@ import torch
 from nanovllm.console import warn
 from nanovllm.kernels.op.declaration import OpDeclaration
 from nanovllm.kernels.op.measured_order import measured_order
-from nanovllm.kernels.op.plugin_use import reasons_against, warn_if_it_serves_nothing
+from nanovllm.kernels.op.plugin_use import warn_if_it_serves_nothing, why_plugins_cannot_run
 from nanovllm.kernels.op.plugins import load_plugins
 from nanovllm.kernels.op.priority import (
     ENVIRONMENT_VARIABLE,
@@ -136,7 +136,7 @@ def _named_parts(
     ]
 
 
-def left_out(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[str]:
+def fused_ops_left_out(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> list[str]:
     """The fused ops that engines with these plugins do not use, because the user chose a provider of this op.
 
     Each is followed by its provider that would run else; if that is `native`, nothing is lost.
@@ -169,7 +169,7 @@ def why_selected(declared: OpDeclaration, device: torch.device, plugins: Sequenc
         return f"{ENVIRONMENT_VARIABLE}={os.environ[ENVIRONMENT_VARIABLE]!r} names it"
     if first.origin is not None:
         return f"it comes from the plugin {first.origin}"
-    if (why_not := reasons_against(plugins, device, declared)) is not None:
+    if (why_not := why_plugins_cannot_run(plugins, device, declared)) is not None:
         return why_not
     if device.type == "cpu":
         if first.prepack is not None:
@@ -202,7 +202,7 @@ def default_choice(declared: OpDeclaration, device: torch.device) -> tuple[Provi
     return choice
 
 
-def native_instead(declared: OpDeclaration, provider: str, reason: str) -> Callable[..., Any]:
+def fall_back_to_native(declared: OpDeclaration, provider: str, reason: str) -> Callable[..., Any]:
     """The reference, for a call that the selected provider does not take; warns once for each reason."""
     key = (provider, reason)
     fn = declared.remembered.get(key)

@@ -18,8 +18,8 @@ class RankGroup(Protocol):
     size: int
     process_group: Any
     store: Any
-    meet: Callable[[str], None]
-    kept: dict[str, Any]
+    barrier: Callable[[str], None]
+    provider_state: dict[str, Any]
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of x over the ranks, by torch.distributed."""

@@ -42,7 +42,7 @@ def dequantise_fp8(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype
     return weight.to(dtype) * scale
 
 
-def make_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
+def fp8_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
     """For `Inputs`. scale_rows, scale_columns: of a block; 0: all."""
     # Standard deviation 64, so that the largest numbers, 448, occur.
     weight = t.normal(outputs, size, dtype=torch.float32, scale=64.0).clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -72,7 +72,7 @@ WEIGHT_ARGUMENTS = {
 @op(
     arguments={"x": "[..., size]", **WEIGHT_ARGUMENTS},
     inputs=Inputs(
-        make_inputs,
+        fp8_inputs,
         needs=needs,
         small=[
             (1, 1, 1), (1, 37, 1008, 1, 0), (2, 9, 33, 0, 0), (5, 136, 640), (0, 8, 16), (9, 48, 64, 0, 128),

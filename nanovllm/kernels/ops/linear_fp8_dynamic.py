@@ -7,7 +7,7 @@ from nanovllm.kernels.op.dispatch import op
 from nanovllm.kernels.op.inputs import Inputs, product_cost
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.add_rms_norm_linear import after_norm_cost
-from nanovllm.kernels.ops.linear_fp8 import BLOCK, WEIGHT_ARGUMENTS, block_shape, dequantise_fp8, make_inputs, needs
+from nanovllm.kernels.ops.linear_fp8 import BLOCK, WEIGHT_ARGUMENTS, block_shape, dequantise_fp8, fp8_inputs, needs
 from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs
 
 LARGEST = 448.0
@@ -53,7 +53,7 @@ def columns_of_a_scale(size: int, scale: torch.Tensor) -> int:
 @op(
     arguments={"x": "[..., size]", **WEIGHT_ARGUMENTS},
     inputs=Inputs(
-        make_inputs,
+        fp8_inputs,
         needs=needs,
         small=[(1, 16, 128), (1, 37, 96, 1, 0), (2, 9, 33, 0, 0), (5, 144, 640), (0, 8, 128), (17, 80, 256, 1, 0),
             (3, 48, 96, 0, 0), (9, 80, 384, 1, 128)],
@@ -95,7 +95,7 @@ def linear_fp8_dynamic(
 
 
 def _gated_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
-    made = make_inputs(t, tokens, outputs, size, scale_rows, scale_columns)
+    made = fp8_inputs(t, tokens, outputs, size, scale_rows, scale_columns)
     return {"gate_up": t.normal(tokens, 2 * size)} | {name: made[name] for name in ("weight", "scale")}
 
 
@@ -140,7 +140,7 @@ def silu_and_mul_linear_fp8_dynamic(
 
 
 def _normed_inputs(t, tokens, outputs, size, scale_rows=BLOCK, scale_columns=BLOCK):
-    made = make_inputs(t, tokens, outputs, size, scale_rows, scale_columns)
+    made = fp8_inputs(t, tokens, outputs, size, scale_rows, scale_columns)
     return {**made, **norm_inputs(t, tokens, size)}
 
 
@@ -187,7 +187,9 @@ def add_rms_norm_linear_fp8_dynamic(
     return linear_fp8_dynamic.native(y, weight, scale, bias), residual
 
 
-def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None) -> str | None:
+def fp8_dynamic_refused(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
+) -> str | None:
     """Why the provider `triton` does not take a call; None: the library or a kernel of its own multiplies."""
     outputs, size = weight.shape
     if size > MOST_COLUMNS:
@@ -209,7 +211,7 @@ def refused(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: to
 
 
 def library_refuses(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> str | None:
-    """Why `torch._scaled_mm` does not multiply a call that `refused` lets pass; None: it does.
+    """Why `torch._scaled_mm` does not multiply a call that `fp8_dynamic_refused` lets pass; None: it does.
 
     Source: PyTorch, aten/src/ATen/native/cuda/ScaledBlas.cpp; cuBLAS, "Scaling factors layouts".
     """

@@ -14,13 +14,13 @@ _SPREAD = {
 """The standard deviation of a random weight of each type over its scale d."""
 
 
-def make_inputs(t, tokens, outputs, size, type_id=12, stored=0, below=0):
+def gguf_inputs(t, tokens, outputs, size, type_id=12, stored=0, below=0):
     """type_id: a number of GGUF's, 2 (Q4_0), 3, 6, 7, 8 (Q8_0), 12 (Q4_K), 13 or 14 (Q6_K); stored: not as planes;
     below: as many rows in Q6_K behind them.
     """
     if below:
-        others = make_inputs(t, 0, below, size, 14, stored)
-        made = make_inputs(t, tokens, outputs, size, type_id, stored)
+        others = gguf_inputs(t, 0, below, size, 14, stored)
+        made = gguf_inputs(t, tokens, outputs, size, type_id, stored)
         return {**made, "below": others["weight"], "below_kind": others["kind"]}
     of = GGUF_TYPES[_NAMES[type_id]]
     blocks = t.integers(0, 256, outputs, size // of.block_size, of.block_bytes, dtype=torch.uint8)
@@ -59,7 +59,7 @@ def _cost(x, weight, kind, bias=None, below=None, below_kind=None):
         "below": "uint8[more_outputs, more_bytes]",
     },
     inputs=Inputs(
-        make_inputs,
+        gguf_inputs,
         needs=_needs,
         small=[
             (1, 37, 1024), (1, 9, 96, 2), (2, 24, 1280, 12, 1), (5, 40, 160, 3), (0, 8, 256), (9, 48, 512, 14),

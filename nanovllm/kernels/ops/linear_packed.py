@@ -13,10 +13,8 @@ from nanovllm.kernels.op.inputs import Inputs, product_cost
 from nanovllm.kernels.ops.activation import silu_and_mul
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, PLANES
 from nanovllm.kernels.ops.linear import ROUNDED_TOLERANCE, normed_cost
-from nanovllm.kernels.ops.linear_fp8 import linear_fp8
-from nanovllm.kernels.ops.linear_fp8 import make_inputs as fp8_inputs
-from nanovllm.kernels.ops.linear_gguf import linear_gguf
-from nanovllm.kernels.ops.linear_gguf import make_inputs as gguf_inputs
+from nanovllm.kernels.ops.linear_fp8 import fp8_inputs, linear_fp8
+from nanovllm.kernels.ops.linear_gguf import gguf_inputs, linear_gguf
 from nanovllm.kernels.ops.linear_int4 import affine_inputs, linear_int4, linear_int8
 from nanovllm.kernels.ops.norm import add_rms_norm, norm_inputs
 from nanovllm.wording import brief

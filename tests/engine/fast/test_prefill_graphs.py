@@ -184,17 +184,17 @@ def test_full_steps_that_there_is_no_memory_for_run_eagerly(directory, caplog, f
 
 
 class WithAnotherRank(Group):
-    """Two ranks; `kept["other"]` is what the other rank has, in the order in which it is asked."""
+    """Two ranks; `provider_state["other"]` is what the other rank has, in the order in which it is asked."""
 
     def smallest(self, number, device):
-        return min(number, self.kept["other"].pop(0))
+        return min(number, self.provider_state["other"].pop(0))
 
 
 def test_a_step_is_padded_only_to_a_size_that_all_ranks_have_captured(directory):
     """A rank that lacked memory for a graph would run the step unpadded, and sum fewer rows than the others."""
     prefill = not_captured(directory)
     logits = torch.empty(11, VOCAB, device=DEVICE)
-    with torch.inference_mode(), split_over(WithAnotherRank(0, 2, kept={"other": [1, 1, 1, 0, 0]})):
+    with torch.inference_mode(), split_over(WithAnotherRank(0, 2, provider_state={"other": [1, 1, 1, 0, 0]})):
         prefill.capture(logits, ReplayedFunctions(torch.device(DEVICE)))
     assert [tuple(bucket) for bucket in prefill.buckets] == [(4, 4), (8, 5), (8, 8)] and len(prefill) == 3
     assert prefill.fit(64, 1) is None

@@ -141,10 +141,10 @@ def hopper_attention():
     """As on a Hopper GPU, up to the launch."""
     pytest.importorskip("triton.experimental.gluon")
     from nanovllm.kernels.triton.attention.call import DecodeCall
-    from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper
+    from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper_decode
 
     q, cache, table, lens = _kept_for_attention()
-    return launch_hopper(DecodeCall(q, PagedKV(cache, cache, table, lens, 64), 1.0))
+    return launch_hopper_decode(DecodeCall(q, PagedKV(cache, cache, table, lens, 64), 1.0))
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from nanovllm.kernels.ops.checks import check_attention_values, check_decode, ch
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
 from nanovllm.kernels.ops.shared_prefixes import check_shared
 from nanovllm.kernels.triton.attention.call import DecodeCall
-from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper, refused, takes
+from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper_decode, refused, takes
 from nanovllm.kernels.triton.attention.decode_hopper_plan import HopperDecodePlan
 from nanovllm.kernels.triton.attention.decode_launch import launch_decode, launch_shared
 from nanovllm.kernels.triton.attention.decode_plan import DecodePlan, SharedPlan
@@ -111,7 +111,7 @@ def _launch(call: DecodeCall, plan: DecodePlan | HopperDecodePlan | None, out: t
         reason = refused(call)
         if reason:
             raise ValueError(f"{reason}; a HopperDecodePlan is for its kernel only")
-        return launch_hopper(call, plan, out)
+        return launch_hopper_decode(call, plan, out)
     if plan is None and takes(call):
-        return launch_hopper(call, None, out)
+        return launch_hopper_decode(call, None, out)
     return launch_decode(call, plan, out=out)

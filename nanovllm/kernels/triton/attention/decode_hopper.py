@@ -75,11 +75,11 @@ def refused(call: DecodeCall) -> str | None:
 
 
 def takes(call: DecodeCall) -> bool:
-    """Whether `launch_hopper` can be used; other calls are for `launch_decode`."""
+    """Whether `launch_hopper_decode` can be used; other calls are for `launch_decode`."""
     return has_hopper_kernels(call.q.device) and refused(call) is None
 
 
-def launch_hopper(
+def launch_hopper_decode(
     call: DecodeCall, plan: HopperDecodePlan | None = None, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The launch for what `refused` does not name.

@@ -54,7 +54,7 @@ def attention_prefill(
     plan = plan or _plan(q, kv, max_query_len, concurrent)
     arguments = out, q, kv, cu_seqlens_q, scale, window, soft_cap
     if isinstance(plan, HopperPrefillPlan):
-        prefill_hopper.launch_hopper(plan, *arguments)
+        prefill_hopper.launch_hopper_prefill(plan, *arguments)
     else:
         _launch_anywhere(plan, *arguments)
     return out

@@ -33,7 +33,7 @@ def takes(q: torch.Tensor, kv: PagedKV) -> bool:
     return steps % 8 == 0 and addresses % 16 == 0
 
 
-def launch_hopper(
+def launch_hopper_prefill(
     plan: HopperPrefillPlan,
     out: torch.Tensor,
     q: torch.Tensor,

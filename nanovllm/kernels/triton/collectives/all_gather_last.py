@@ -107,9 +107,9 @@ def _places(x: torch.Tensor, group: RankGroup) -> _GatherPlaces | None:
         return None
     rows, n = x.shape
     name = f"all_gather_last/{n}/{x.dtype}"
-    places: Any = group.kept.get(name)
+    places: Any = group.provider_state.get(name)
     if places is None:
-        places = group.kept[name] = _GatherPlaces(group, name, n, x.dtype, x.device)
+        places = group.provider_state[name] = _GatherPlaces(group, name, n, x.dtype, x.device)
     return places if rows <= places.rows else None
 
 

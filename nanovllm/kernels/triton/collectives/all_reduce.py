@@ -108,9 +108,9 @@ def _places(x: torch.Tensor, group: RankGroup) -> _ReducePlaces | None:
     if not 0 < width <= _WIDEST or x.dtype.itemsize not in INTEGERS:
         return None
     name = f"all_reduce/{width}/{x.dtype}"
-    places: Any = group.kept.get(name)
+    places: Any = group.provider_state.get(name)
     if places is None:
-        places = group.kept[name] = _ReducePlaces(group, name, width, x.dtype, x.device)
+        places = group.provider_state[name] = _ReducePlaces(group, name, width, x.dtype, x.device)
     return places if x.numel() // width <= places.rows else None
 
 

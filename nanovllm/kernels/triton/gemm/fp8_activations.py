@@ -19,8 +19,8 @@ from nanovllm.kernels.ops.linear_fp8_dynamic import (
     LEAST,
     MULTIPLE,
     columns_of_a_scale,
+    fp8_dynamic_refused,
     library_refuses,
-    refused,
 )
 from nanovllm.kernels.triton.device_math import gated_product, rounded, to_dtype
 from nanovllm.kernels.triton.early_start import are_constant, can_launch_early
@@ -271,9 +271,9 @@ def library_product(
 def linear_fp8_dynamic(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The op `linear_fp8_dynamic`, by the reference where `refused` says so."""
+    """The op `linear_fp8_dynamic`, by the reference where `fp8_dynamic_refused` says so."""
     _check(x, weight, scale, False)
-    if refused(x, weight, scale, bias) is not None:
+    if fp8_dynamic_refused(x, weight, scale, bias) is not None:
         return op.linear_fp8_dynamic.native(x, weight, scale, bias)
     codes, scales = quantised(x, columns_of_a_scale(weight.shape[1], scale))
     return _product(x, codes, scales, weight, scale, bias)
@@ -282,9 +282,9 @@ def linear_fp8_dynamic(
 def silu_and_mul_linear_fp8_dynamic(
     gate_up: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The op `silu_and_mul_linear_fp8_dynamic`, by the reference where `refused` says so."""
+    """The op `silu_and_mul_linear_fp8_dynamic`, by the reference where `fp8_dynamic_refused` says so."""
     _check(gate_up, weight, scale, True)
-    if refused(gate_up, weight, scale, bias) is not None:
+    if fp8_dynamic_refused(gate_up, weight, scale, bias) is not None:
         return op.silu_and_mul_linear_fp8_dynamic.native(gate_up, weight, scale, bias)
     codes, scales = quantised(gate_up, columns_of_a_scale(weight.shape[1], scale), True)
     return _product(gate_up, codes, scales, weight, scale, bias)
@@ -294,9 +294,9 @@ def add_rms_norm_linear_fp8_dynamic(
     x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float, weight: torch.Tensor,
     scale: torch.Tensor, bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The op `add_rms_norm_linear_fp8_dynamic`, by the reference where `refused` says so."""
+    """The op `add_rms_norm_linear_fp8_dynamic`, by the reference where `fp8_dynamic_refused` says so."""
     _check(x, weight, scale, False)
-    if refused(x, weight, scale, bias) is not None:
+    if fp8_dynamic_refused(x, weight, scale, bias) is not None:
         return op.add_rms_norm_linear_fp8_dynamic.native(x, residual, norm_weight, eps, weight, scale, bias)
     columns = columns_of_a_scale(weight.shape[1], scale)
     codes, scales, total = normed_and_quantised(x, residual, norm_weight, eps, columns)

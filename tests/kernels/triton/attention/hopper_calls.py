@@ -9,8 +9,8 @@ import torch
 from nanovllm.kernels.ops.checks import FP8
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV
 from nanovllm.kernels.triton.attention.call import DecodeCall
-from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper
-from nanovllm.kernels.triton.attention.prefill_hopper import launch_hopper as launch_hopper_prefill
+from nanovllm.kernels.triton.attention.decode_hopper import launch_hopper_decode
+from nanovllm.kernels.triton.attention.prefill_hopper import launch_hopper_prefill
 from tests.kernels.triton.attention.cases import compile_call
 from tests.kernels.triton.attention.decode_calls import MAX_POSITION
 
@@ -46,7 +46,7 @@ def compile_hopper_decode(
     call = DecodeCall.of(q, kv, 1.0, window, soft_cap, tokens)
     # Clusters have a launcher of their own, which cannot be recorded.
     alone = replace(plan, cluster=0)
-    ((_, binary),) = compile_call(lambda: launch_hopper(call, alone), RELEASE=release, CLUSTER=plan.cluster)
+    ((_, binary),) = compile_call(lambda: launch_hopper_decode(call, alone), RELEASE=release, CLUSTER=plan.cluster)
     return binary
 
 

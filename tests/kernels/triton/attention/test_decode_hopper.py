@@ -83,7 +83,7 @@ SHAPES |= {
 def launches(monkeypatch):
     """Which kernels the ops launch."""
     seen = []
-    for name in ("launch_hopper", "launch_decode"):
+    for name in ("launch_hopper_decode", "launch_decode"):
         original = getattr(decode, name)
         monkeypatch.setattr(decode, name, lambda *a, n=name, f=original, **k: seen.append(n) or f(*a, **k))
     return seen
@@ -105,7 +105,7 @@ def test_shapes(name, new, poison, launches):
     *shape, plan, scales, options = *SHAPES[name], *(None, {})[len(SHAPES[name]) - 8 :]
     given = make(*shape, new=new, scales=scales, **options)
     check_call(given, plan, error=ERROR[given["q"].dtype])
-    assert set(launches) == {"launch_hopper"}
+    assert set(launches) == {"launch_hopper_decode"}
 
 
 @pytest.mark.parametrize("new", [True, False], ids=["new", "cached"])
@@ -130,7 +130,7 @@ def test_any_strides(new, poison, launches):
             used[name] = cache[part]
             used[name].copy_(given[name])
         assert torch.equal(run(used), wanted)
-    assert set(launches) == {"launch_hopper"}
+    assert set(launches) == {"launch_hopper_decode"}
 
 
 def test_what_the_kernel_does_not_take_has_the_other_one(launches):

@@ -160,7 +160,9 @@ def test_a_plan_that_cannot_be_launched_is_said():
 def test_a_plan_says_which_kernel(monkeypatch):
     calls = []
     monkeypatch.setattr(decode_hopper, "has_hopper_kernels", lambda device: True)
-    monkeypatch.setattr(decode, "launch_hopper", lambda *args: calls.append(("hopper", args[0].new is None, args[1])))
+    monkeypatch.setattr(
+        decode, "launch_hopper_decode", lambda *args: calls.append(("hopper", args[0].new is None, args[1]))
+    )
     monkeypatch.setattr(decode, "launch_decode", lambda call, plan, **_: calls.append(("any", call.new is None, plan)))
     plans = DecodePlan(7, 32, 4, 1, 16, False), Plan(5)
     for new in (True, False):

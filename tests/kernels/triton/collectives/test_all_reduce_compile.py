@@ -20,7 +20,7 @@ class Alone:
     rank, size = 0, 2
 
     def __init__(self):
-        self.kept, self.store = {}, self
+        self.provider_state, self.store = {}, self
 
     def smallest(self, number, device):
         return number

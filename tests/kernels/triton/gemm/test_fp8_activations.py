@@ -17,7 +17,7 @@ from nanovllm.kernels.ops import (
     silu_and_mul_linear_fp8_dynamic,
 )
 from nanovllm.kernels.ops.linear_fp8 import dequantise_fp8
-from nanovllm.kernels.ops.linear_fp8_dynamic import columns_of_a_scale, quantise_fp8, refused
+from nanovllm.kernels.ops.linear_fp8_dynamic import columns_of_a_scale, fp8_dynamic_refused, quantise_fp8
 from nanovllm.kernels.triton.gemm import fp8_activations
 from nanovllm.kernels.triton.gemm.fp8_product import plan_fp8_product
 from nanovllm.kernels.triton.gemm.packed_plan import has_shared_operands
@@ -114,8 +114,8 @@ def test_a_weight_that_no_descriptor_takes_is_multiplied_by_the_reference():
     weight, scale = weights(17, 256, 0, 0)
     part = weight.view(torch.uint8).flatten()[8 : 8 + 16 * 256].view(16, 256).view(FP8)
     x = randn(5, 256, dtype=torch.bfloat16)
-    assert "8 bytes into its memory" in str(refused(x, part, scale))
-    assert "into its memory" not in str(refused(x, part.clone(), scale))
+    assert "8 bytes into its memory" in str(fp8_dynamic_refused(x, part, scale))
+    assert "into its memory" not in str(fp8_dynamic_refused(x, part.clone(), scale))
     got = fp8_activations.linear_fp8_dynamic(x, part, scale)
     assert torch.equal(got, linear_fp8_dynamic.native(x, part, scale))
 
@@ -141,8 +141,8 @@ def test_its_flops_are_products_of_8_bit_floats():
 
 def test_scales_of_columns_that_no_block_divides_are_refused():
     weight, scale = weights(256, 576, 128, 128)
-    assert "576 columns" in refused(randn(2, 576, dtype=torch.bfloat16), weight, scale)
-    assert refused(randn(2, 576, dtype=torch.bfloat16), *weights(256, 576, 1, 0)) is None
+    assert "576 columns" in fp8_dynamic_refused(randn(2, 576, dtype=torch.bfloat16), weight, scale)
+    assert fp8_dynamic_refused(randn(2, 576, dtype=torch.bfloat16), *weights(256, 576, 1, 0)) is None
 
 
 def test_layers_on_a_cpu_never_call_it():
