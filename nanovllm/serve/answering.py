@@ -16,7 +16,7 @@ from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.options import ServeOptions
 from nanovllm.serve.protocol import ChatRequest, CompletionRequest
-from nanovllm.serve.sampling import as_api_error
+from nanovllm.serve.request_params import as_api_error
 from nanovllm.serve.service import Service
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,11 @@ from nanovllm.serve.chat import chat_completions
 from nanovllm.serve.completions import completions
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http import Disconnected, Exchange, Receive, Scope, Send
+from nanovllm.serve.info_routes import detokenize, get_model, health, list_models, live, tokenize, version
 from nanovllm.serve.messages import count_tokens, error_body, messages
-from nanovllm.serve.models import detokenize, get_model, health, list_models, live, tokenize, version
 from nanovllm.serve.other_routes import instead_of
+from nanovllm.serve.request_params import as_api_error
 from nanovllm.serve.responses import responses
-from nanovllm.serve.sampling import as_api_error
 from nanovllm.serve.service import Service
 
 logger = logging.getLogger(__name__)

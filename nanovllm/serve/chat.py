@@ -21,14 +21,14 @@ from nanovllm.chat import (
     collect,
 )
 from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.serve.answer_format import constraint
 from nanovllm.serve.answering import ChunkedAnswer, answer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import ChatRequest, parse, renamed
-from nanovllm.serve.sampling import bad_request, sampling_params
+from nanovllm.serve.request_params import bad_request, sampling_params
 from nanovllm.serve.service import Service
-from nanovllm.serve.structured import constraint
 from nanovllm.serve.token_logprobs import chat_logprobs, prompt_rows
 from nanovllm.wording import brief
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.answer_format import constraint
 from nanovllm.serve.answering import ChunkedAnswer, answer
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.protocol import CompletionRequest, parse
-from nanovllm.serve.sampling import sampling_params
+from nanovllm.serve.request_params import sampling_params
 from nanovllm.serve.service import Service
-from nanovllm.serve.structured import constraint
 from nanovllm.serve.token_logprobs import CompletionLogprobs, prompt_rows
 from nanovllm.wording import brief
 

@@ -26,7 +26,7 @@ from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.options import ServeOptions
-from nanovllm.serve.sampling import as_api_error, bad_request
+from nanovllm.serve.request_params import as_api_error, bad_request
 from nanovllm.structured_outputs import GrammarsBusyError
 from nanovllm.wording import brief, counted
 

@@ -3,7 +3,7 @@
 import pytest
 
 from nanovllm import SamplingParams
-from nanovllm.serve.sampling import bad_request
+from nanovllm.serve.request_params import bad_request
 
 MESSAGES = [{"role": "user", "content": "hello there"}]
 

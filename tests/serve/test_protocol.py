@@ -3,8 +3,8 @@
 import pytest
 
 from nanovllm.serve.errors import ApiError
+from nanovllm.serve.info_routes import DetokenizeRequest, TokenizeRequest
 from nanovllm.serve.messages import CountTokensRequest, MessagesRequest
-from nanovllm.serve.models import DetokenizeRequest, TokenizeRequest
 from nanovllm.serve.protocol import ChatRequest, CompletionRequest, parse
 from nanovllm.serve.responses import ResponsesRequest
 

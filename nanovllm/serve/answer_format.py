@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import GenerationRequest
-from nanovllm.serve.sampling import bad_request
+from nanovllm.serve.request_params import bad_request
 from nanovllm.structured_outputs import StructuredOutputs
 
 
