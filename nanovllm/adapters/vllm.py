@@ -288,7 +288,7 @@ def _prefer(served: Sequence[str]) -> None:
 def _ask_the_config_later() -> None:
     """When vLLM makes a configuration, look for our part of `additional_config`."""
 
-    def asked(priority: Any, vllm_config: Any) -> Any:
+    def ops_from_config(priority: Any, vllm_config: Any) -> Any:
         config = vllm_config.additional_config
         value = config.get(CONFIG_KEY) if isinstance(config, dict) else None
         ops = ops_asked_for(value, f"additional_config: {CONFIG_KEY}")
@@ -302,7 +302,7 @@ def _ask_the_config_later() -> None:
 
         return current_platform.get_default_ir_op_priority(vllm_config)
 
-    _hook(asked)
+    _hook(ops_from_config)
 
 
 def _hook(change: Callable[[Any, Any], Any]) -> None:

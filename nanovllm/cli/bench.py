@@ -140,7 +140,7 @@ def serve(
     model: Annotated[str | None, typer.Option(help="The model's name; by default the server's first one.")] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     *,
-    asked: _Loads,
+    load_options: _Loads,
     goal_ttft: Annotated[float | None, typer.Option(help="Goodput: at most these ms to the first token.")] = None,
     goal_tpot: Annotated[float | None, typer.Option(help="Goodput: at most these ms for each later token.")] = None,
     goal_e2e: Annotated[float | None, typer.Option(help="Goodput: at most these ms for the whole answer.")] = None,
@@ -165,10 +165,10 @@ def serve(
         target = replace(target, model=get_json(target, "models")["data"][0]["id"])
     limits = [None if ms is None else ms / 1000 for ms in (goal_ttft, goal_tpot, goal_e2e)]
     goal = None if limits == [None] * 3 else Goal(*limits)
-    loads = asked.all()
+    loads = load_options.all()
     found: list[ServingResult] = []
     goals = {"goal_ttft_ms": goal_ttft, "goal_tpot_ms": goal_tpot, "goal_e2e_ms": goal_e2e}
-    head = {"server": url, "model": target.model, "endpoint": endpoint, "options": asked.as_dict() | goals}
+    head = {"server": url, "model": target.model, "endpoint": endpoint, "options": load_options.as_dict() | goals}
     interrupted = False
     try:
         for load in loads:

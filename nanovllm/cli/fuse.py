@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.kernels_common import DTYPES, GPUS, Json, Wide, dtype_name
+from nanovllm.cli.kernels_common import DTYPES, GPUS, Json, Wide, dtype_option
 from nanovllm.console import StatusLine, import_torch, working
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.wording import counted
@@ -75,7 +75,7 @@ def fuse(
     if phase not in _PHASES:
         raise ValueError(f"--phase {phase}: expected one of {', '.join(_PHASES)}")
     if dtype is not None:
-        dtype = dtype_name(dtype)
+        dtype = dtype_option(dtype)
     if sum(given is not None for given in (preset, module, loops)) > 1:
         raise ValueError("--preset, --module, --loops: expected one of them")
     if iters < 1:

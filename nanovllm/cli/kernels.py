@@ -49,7 +49,7 @@ def list_kernels(
         {"op": "", "provider": name, "rank": None, "chosen": False, "reason": reason, "architectures": ""}
         for name, reason in failures().items()
     ]
-    title = f"kernels on {common.device_name(where)}"
+    title = f"kernels on {common.short_device_name(where)}"
     if write_json(json_file, rows):
         return
     if wide:
@@ -108,7 +108,7 @@ def why(
     if shape is not None:
         arguments = Case(common.shape_of(declared, shape), common.dtype_of(dtype)).arguments(declared, where)
         declared.check(arguments)
-        call = {"shape": shape, "dtype": common.dtype_name(dtype)}
+        call = {"shape": shape, "dtype": common.dtype_option(dtype)}
         if declared.cost is not None:
             cost = declared.cost(**arguments)
             call |= {"bytes": cost.bytes, "flops": cost.flops}
@@ -126,7 +126,7 @@ def why(
     document = {"op": op, "runs": taken, "because": because, "call": call, "providers": rows, "left_out": unused}
     if write_json(json_file, document):
         return
-    say(f"{op} on {common.device_name(where)}: {taken} runs, because {because}.")
+    say(f"{op} on {common.short_device_name(where)}: {taken} runs, because {because}.")
     if unused:
         say(f"So engines do without these fused ops, which contain {op}: {', '.join(unused)}.")
     if "bytes" in call:

@@ -121,7 +121,7 @@ def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str
     from nanovllm.hardware.versions import versions
 
     document: dict[str, Any] = {
-        "device": common.device_name(where),
+        "device": common.short_device_name(where),
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "command": "nanovllm " + _command(sys.argv[1:]),
@@ -192,7 +192,7 @@ class _BenchTable:
 
 
 def _title(where: torch.device) -> str:
-    title = common.device_name(where)
+    title = common.short_device_name(where)
     if where.type == "cuda":
         from nanovllm.hardware.roofline import copy_bandwidth, empty_kernel_time
 

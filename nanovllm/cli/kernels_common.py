@@ -138,23 +138,23 @@ def shape_of(declared: Op, text: str) -> tuple[int, ...]:
 def dtype_of(name: str) -> torch.dtype:
     import torch
 
-    return getattr(torch, dtype_name(name))
+    return getattr(torch, dtype_option(name))
 
 
-def dtype_name(name: str) -> str:
+def dtype_option(name: str) -> str:
     """The full name of what --dtype names; a ValueError if it is none of DTYPES."""
     if (full := full_dtype(name)) not in DTYPES:
         raise ValueError(f"--dtype {name}: expected one of {', '.join(DTYPES)}")
     return full
 
 
-def device_name(where: torch.device) -> str:
+def short_device_name(where: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(where) if where.type == "cuda" else str(where)
 
 
-def plain(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """A dtype's name: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 

@@ -77,7 +77,7 @@ def _facts(declared: Op) -> dict[str, str]:
         "mutates": ", ".join(declared.mutates),
         "reuses": ", ".join(declared.reuses),
         "fuses": ", ".join(declared.fuses),
-        "tolerance": ", ".join(f"{common.plain(d)} {t:g}" for d, t in declared.tolerance.items()),
+        "tolerance": ", ".join(f"{common.dtype_name(d)} {t:g}" for d, t in declared.tolerance.items()),
         "cancels": "results may be small although the arguments are not; the tolerance allows for that"
         if declared.cancels
         else "",

@@ -82,7 +82,7 @@ def _verify(
         seed = secrets.randbelow(1 << 31)
         print(f"--seed {seed} repeats these inputs", file=sys.stderr)
     setting = Setting(str(where), tuple(plugins or ()), seed, quick, jobs, timeout)
-    title = f"{common.device_name(where)}: error = largest error / tolerance"
+    title = f"{common.short_device_name(where)}: error = largest error / tolerance"
     table = None if json_file == STDOUT else _VerifyTable(title)
     stopped = _fill(rows, pairs, setting, ops, table)
     write_json(json_file, rows)

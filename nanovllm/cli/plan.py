@@ -68,15 +68,15 @@ def gemm(
     shown: _ShownAndCompiled,
 ) -> None:
     """Tiles of a matrix product: x of m x k times the transpose of a weight of n x k."""
-    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.hardware.gpu_presets import checked_dtype_name
     from nanovllm.plan.gemm_tiles import DTYPES, WEIGHTS, GemmProblem, plan_gemm
 
     if dtype in WEIGHTS and dtype not in DTYPES:
         raise ValueError(
             f"dtype: expected one of {', '.join(DTYPES)}, not {dtype!r}; packed weights are --weight {dtype}"
         )
-    packed = None if weight is None else dtype_name(weight, WEIGHTS, "weight")
-    _show("gemm", GemmProblem(m, n, k, dtype_name(dtype, DTYPES), packed, group), plan_gemm, shown)
+    packed = None if weight is None else checked_dtype_name(weight, WEIGHTS, "weight")
+    _show("gemm", GemmProblem(m, n, k, checked_dtype_name(dtype, DTYPES), packed, group), plan_gemm, shown)
 
 
 @app.command()
@@ -96,11 +96,13 @@ def attention(
     shown: _ShownAndCompiled,
 ) -> None:
     """Tiles of attention: query rows of a block, keys of a step."""
-    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.hardware.gpu_presets import checked_dtype_name
     from nanovllm.plan.attention_tiles import DTYPES, AttentionProblem, plan_attention
 
     context = query if context is None else context
-    problem = AttentionProblem(batch, query, context, heads, kv_heads, head_dim, causal, dtype_name(dtype, DTYPES))
+    problem = AttentionProblem(
+        batch, query, context, heads, kv_heads, head_dim, causal, checked_dtype_name(dtype, DTYPES)
+    )
     _show("attention", problem, plan_attention, shown)
 
 
@@ -121,7 +123,7 @@ def conv(
     shown: _Shown,
 ) -> None:
     """Tiles of a convolution, computed as a matrix product over image patches; channels innermost."""
-    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.hardware.gpu_presets import checked_dtype_name
     from nanovllm.plan.conv_problem import DTYPES, ConvProblem
     from nanovllm.plan.conv_tiles import plan_conv
 
@@ -129,7 +131,7 @@ def conv(
     if not all(t.isdigit() for t in taps) or len(taps) > 2:
         raise ValueError(f"--kernel: expected a size such as 3 or 3x5, not {kernel!r}")
     sizes = batch, channels, height, width, filters, int(taps[0]), int(taps[-1]), stride, padding, dilation
-    _show("conv", ConvProblem(*sizes, dtype_name(dtype, DTYPES)), plan_conv, shown)
+    _show("conv", ConvProblem(*sizes, checked_dtype_name(dtype, DTYPES)), plan_conv, shown)
 
 
 @app.command()
@@ -144,10 +146,10 @@ def elementwise(
     shown: _ShownAndCompiled,
 ) -> None:
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
-    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.hardware.gpu_presets import checked_dtype_name
     from nanovllm.plan.elementwise_tiles import DTYPES, ElementwiseProblem, plan_elementwise
 
-    problem = ElementwiseProblem(elements, inputs, outputs, dtype_name(dtype, DTYPES), operations)
+    problem = ElementwiseProblem(elements, inputs, outputs, checked_dtype_name(dtype, DTYPES), operations)
     _show("elementwise", problem, plan_elementwise, shown)
 
 
@@ -164,12 +166,12 @@ def reduction(
     shown: _ShownAndCompiled,
 ) -> None:
     """Blocks of a row kernel: one pass if the row fits into registers, else pieces."""
-    from nanovllm.hardware.gpu_presets import dtype_name
+    from nanovllm.hardware.gpu_presets import checked_dtype_name
     from nanovllm.plan.reduction_tiles import DTYPES, KINDS, ReductionProblem, plan_reduction
 
     short = kind.lower().replace("-", "").replace("_", "")
     named = {known.replace("_", ""): known for known in KINDS}.get(short, kind)
-    _show("reduction", ReductionProblem(named, rows, size, dtype_name(dtype, DTYPES)), plan_reduction, shown)
+    _show("reduction", ReductionProblem(named, rows, size, checked_dtype_name(dtype, DTYPES)), plan_reduction, shown)
 
 
 def _device(gpu: str | None) -> DeviceModel:

@@ -110,7 +110,7 @@ class DeviceModel:
         return {90: "wgmma", 100: "tcgen05", 103: "tcgen05"}.get(self.capability, "mma")
 
     def rate(self, dtype: str) -> float:
-        """Sustained flops a second of products in `dtype` (see `dtype_name`).
+        """Sustained flops a second of products in `dtype` (see `checked_dtype_name`).
 
         Raises:
             ValueError: the tensor cores of this GPU do not multiply it.
@@ -124,7 +124,7 @@ class DeviceModel:
         return self.rate(dtype) / self.bandwidth
 
 
-def dtype_name(name: str, known: tuple[str, ...] = tuple(DTYPE_BYTES), argument: str = "dtype") -> str:
+def checked_dtype_name(name: str, known: tuple[str, ...] = tuple(DTYPE_BYTES), argument: str = "dtype") -> str:
     """The full name of a dtype: "bf16" -> "bfloat16", "torch.float16" -> "float16".
 
     Raises:

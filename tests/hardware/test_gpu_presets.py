@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.hardware.gpu_presets import PRESETS, device_model, dtype_name, measured, model_of, this_device
+from nanovllm.hardware.gpu_presets import PRESETS, checked_dtype_name, device_model, measured, model_of, this_device
 from nanovllm.hardware.measured_rates import Rates
 
 
@@ -83,13 +83,14 @@ def test_another_form_factor_is_not_the_preset(name, nearest):
 
 
 def test_dtype_names():
-    assert [dtype_name(n) for n in ("bf16", "torch.float16", "HALF", "tf32", "fp8", "float8_e4m3fn", "int4")] == [
+    names = "bf16", "torch.float16", "HALF", "tf32", "fp8", "float8_e4m3fn", "int4"
+    assert [checked_dtype_name(name) for name in names] == [
         "bfloat16", "float16", "float16", "tfloat32", "float8", "float8", "int4",
     ]  # fmt: skip
     with pytest.raises(ValueError, match="^dtype: expected one of .* not 'bfloat61'; did you mean 'bfloat16'"):
-        dtype_name("bfloat61")
+        checked_dtype_name("bfloat61")
     with pytest.raises(ValueError, match="^weight: expected one of int4, int8, not 'bf16'"):
-        dtype_name("bf16", ("int4", "int8"), "weight")
+        checked_dtype_name("bf16", ("int4", "int8"), "weight")
 
 
 def test_measured_values_replace_assumptions():

@@ -9,16 +9,16 @@ from pathlib import Path
 from nanovllm.hardware.control_groups import group_directories, read
 
 
-def num_threads(asked: str | None) -> int:
+def num_threads(setting: str | None) -> int:
     """Threads of the C++ kernels: $NANOVLLM_CPU_THREADS, else one for each core that this process may use.
 
     Args:
-        asked: the variable's value.
+        setting: the variable's value.
     """
-    if asked is not None:
-        if not asked.isdecimal() or not 1 <= int(asked) < 1 << 31:  # the kernels take 32 bits
-            raise ValueError(f"NANOVLLM_CPU_THREADS={asked!r}: expected a positive integer below 2^31")
-        return int(asked)
+    if setting is not None:
+        if not setting.isdecimal() or not 1 <= int(setting) < 1 << 31:  # the kernels take 32 bits
+            raise ValueError(f"NANOVLLM_CPU_THREADS={setting!r}: expected a positive integer below 2^31")
+        return int(setting)
     return usable_cores()
 
 

@@ -113,9 +113,9 @@ def _library() -> ctypes.CDLL:
 
 
 @cache
-def _threads(process: int, asked: bytes | None) -> int:
+def _threads(process: int, setting: bytes | None) -> int:
     """The threads of this process; a forked process has none of its parent's."""
-    value = None if asked is None else os.fsdecode(asked)
+    value = None if setting is None else os.fsdecode(setting)
     count = num_threads(value)
     handle = _library().nanovllm_threads(count)
     if handle is None:
