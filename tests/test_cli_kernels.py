@@ -195,7 +195,7 @@ def test_kernels_bench_keeps_what_was_measured_before_it_is_interrupted(tmp_path
 
     options = dict(device="cpu", dtype="float32", shape=["4x64"], provider=["native", "mine"])
     with registered("rms_norm", interrupted), pytest.raises(typer.Exit) as end:
-        kernels_bench.bench("rms_norm", save=tmp_path / "it.json", **options)
+        kernels_bench.bench(op="rms_norm", save=tmp_path / "it.json", **options)
     out, err = capsys.readouterr()
     assert end.value.exit_code == 130 and err.endswith("stopped early, with what was measured so far\n")
     assert "native" in out and "4x64 float32" in out

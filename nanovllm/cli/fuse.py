@@ -6,12 +6,14 @@ fuse_target.py makes the module, fuse_tables.py prints the tables, fuse_loops.py
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm.cli.kernels_common import DTYPES, GPUS, Json, Wide, dtype_option
+from nanovllm.cli.option_records import takes_records
 from nanovllm.console import StatusLine, import_torch, working
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.wording import counted
@@ -26,83 +28,102 @@ _PHASES = ("decode", "prefill")
 _NOTHING = "{}: nothing to fuse, it runs no kernel"
 
 
-_Preset = Annotated[str | None, typer.Option(help="The decoder layer of this model; by default qwen3-0.6b.")]
-_Module = Annotated[
-    str | None,
-    typer.Option(
-        help="A module of your own: package.module:function or file.py:function, which returns (module, arguments)."
-    ),
-]
-_Loops = Annotated[
-    Path | None,
-    typer.Option(help="A Python file of loop nests, in place of a module: can they be fused and tiled? Needs islpy."),
-]
-_Size = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=N", help="With --loops: the value of a variable, such as N=64; repeatable."),
-]
-_Context = Annotated[int | None, typer.Option(help="Tokens of each sequence, new ones included; by default 1024.")]
-_Phase = Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")]
-_Measure = Annotated[
-    bool, typer.Option("--measure", help="Time every group here: unfused, with torch.compile, with our ops.")
-]
-_Save = Annotated[
-    Path | None,
-    typer.Option(help="Keep measurements in <device>/fusion.json of this folder; a GPU's go to results by default."),
-]
+@dataclass(frozen=True)
+class _Analysed:
+    """The module, and the batch that it gets; or loop nests."""
+
+    preset: Annotated[str | None, typer.Option(help="The decoder layer of this model; by default qwen3-0.6b.")] = None
+    module: Annotated[
+        str | None,
+        typer.Option(
+            help="A module of your own: package.module:function or file.py:function, which returns (module, arguments)."
+        ),
+    ] = None
+    loops: Annotated[
+        Path | None,
+        typer.Option(
+            help="A Python file of loop nests, in place of a module: can they be fused and tiled? Needs islpy."
+        ),
+    ] = None
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=N", help="With --loops: the value of a variable, such as N=64; repeatable."),
+    ] = None
+    tokens: Annotated[int, typer.Option(help="Tokens of the batch.")] = 64
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of each sequence, new ones included; by default 1024.")
+    ] = None
+    phase: Annotated[str, typer.Option(help="decode: sequences of one new token each; prefill: one prompt.")] = "decode"
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; by default the preset's.")] = None
+
+    def check(self) -> None:
+        """Raise a ValueError that names the options that do not go."""
+        if self.phase not in _PHASES:
+            raise ValueError(f"--phase {self.phase}: expected one of {', '.join(_PHASES)}")
+        if self.dtype is not None:
+            dtype_option(self.dtype)
+        if sum(given is not None for given in (self.preset, self.module, self.loops)) > 1:
+            raise ValueError("--preset, --module, --loops: expected one of them")
+
+    def target(self, where: torch.device | None) -> FuseTarget:
+        """The module. where: the device that it is measured on."""
+        from nanovllm.cli.fuse_target import layer_of_preset, own_module
+
+        if self.module:
+            return own_module(self.module, where)
+        dtype = None if self.dtype is None else dtype_option(self.dtype)
+        with working("building the layer"):
+            return layer_of_preset(self.preset or "qwen3-0.6b", self.tokens, self.context, self.phase, dtype, where)
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Whether groups are timed, and how."""
+
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Time every group here: unfused, with torch.compile, with our ops.")
+    ] = False
+    device: Annotated[str, typer.Option(help="Where to measure: auto, cpu, cuda, cuda:N.")] = "auto"
+    compile: Annotated[bool, typer.Option(help="Measure torch.compile too.")] = True
+    iters: Annotated[int, typer.Option(help="Timed calls of each.")] = 30
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep measurements in <device>/fusion.json of this folder; a GPU's go to results by default."
+        ),
+    ] = None
+
+
+@takes_records
 def fuse(
-    preset: _Preset = None,
-    module: _Module = None,
-    loops: _Loops = None,
-    size: _Size = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the batch.")] = 64,
-    context: _Context = None,
-    phase: _Phase = "decode",
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; by default the preset's.")] = None,
+    analysed: _Analysed,
     gpu: Annotated[str | None, typer.Option(help=f"Predict for this GPU: {GPUS}. By default h100.")] = None,
     left: Annotated[bool, typer.Option("--left", help="Also show the merges that were not made, and why.")] = False,
-    measure: _Measure = False,
-    device: Annotated[str, typer.Option(help="Where to measure: auto, cpu, cuda, cuda:N.")] = "auto",
-    compile: Annotated[bool, typer.Option(help="Measure torch.compile too.")] = True,
-    iters: Annotated[int, typer.Option(help="Timed calls of each.")] = 30,
-    save: _Save = None,
+    *,
+    measured: _Measured,
     wide: Wide = False,
     json_file: Json = None,
 ) -> None:
     """Which kernels of a module should be one kernel, what a GPU saves by it, and which of our ops does it."""
-    if phase not in _PHASES:
-        raise ValueError(f"--phase {phase}: expected one of {', '.join(_PHASES)}")
-    if dtype is not None:
-        dtype = dtype_option(dtype)
-    if sum(given is not None for given in (preset, module, loops)) > 1:
-        raise ValueError("--preset, --module, --loops: expected one of them")
-    if iters < 1:
-        raise ValueError(f"--iters {iters}: expected at least 1")
+    analysed.check()
+    if measured.iters < 1:
+        raise ValueError(f"--iters {measured.iters}: expected at least 1")
     import_torch()
     from nanovllm.hardware.devices import select_device
     from nanovllm.hardware.gpu_presets import device_model
 
     model = device_model(gpu) if gpu is not None else None  # an unknown one is said before anything else is done
-    if loops is not None:
+    if analysed.loops is not None:
         from nanovllm.cli.fuse_loops import show_loops
 
-        show_loops(loops, size or [], model or device_model("h100"), json_file)
+        show_loops(analysed.loops, analysed.size or [], model or device_model("h100"), json_file)
         return
-    from nanovllm.cli.fuse_target import layer_of_preset, own_module
-
-    where = select_device(device) if measure else None
-    if module:
-        target = own_module(module, where)
-    else:
-        with working("building the layer"):
-            target = layer_of_preset(preset or "qwen3-0.6b", tokens, context, phase, dtype, where)
+    where = select_device(measured.device) if measured.measure else None
+    target = analysed.target(where)
     if where is not None:
         if model is not None:
             raise ValueError("--gpu and --measure: what is measured is predicted for the device that it is measured on")
-        folder = save or (Path("results") if where.type == "cuda" else None)
-        _measure(target, where, compile, iters, folder, json_file)
+        _measure(target, where, measured, json_file)
         return
     status = StatusLine()
     report = _analyzer(target, model or device_model("h100"), status).report()
@@ -144,9 +165,7 @@ def _summary(report: Any) -> str:
     )
 
 
-def _measure(
-    target: FuseTarget, where: torch.device, compile: bool, iters: int, save: Path | None, json_file: str | None
-) -> None:
+def _measure(target: FuseTarget, where: torch.device, how: _Measured, json_file: str | None) -> None:
     import torch
 
     from nanovllm.cli import fuse_tables
@@ -154,13 +173,13 @@ def _measure(
     from nanovllm.fuse.group_timing import WAYS, Agreement, measure
     from nanovllm.hardware.gpu_name import device_name
 
-    ways, status = tuple(w for w in WAYS if compile or w != "compile"), StatusLine()
+    ways, status = tuple(w for w in WAYS if how.compile or w != "compile"), StatusLine()
     with torch.inference_mode(False):
         analyzer = _analyzer(target, _here(where), status)
         progress = None if json_file == STDOUT else status.show
         rows, interrupted = [], False
         try:
-            for row in measure(analyzer, target.args, target.kwargs, ways=ways, iters=iters, progress=progress):
+            for row in measure(analyzer, target.args, target.kwargs, ways=ways, iters=how.iters, progress=progress):
                 rows.append(row)
         except KeyboardInterrupt:
             interrupted = True
@@ -180,8 +199,9 @@ def _measure(
         wanted = counted(len(analyzer.groups), "group")
         print(f"nanovllm: interrupted; measured {len(rows)} of {wanted}", file=sys.stderr)
         raise typer.Exit(130)
-    if save is not None:
-        path = kept_timings.keep(document, save)
+    folder = how.save or (Path("results") if where.type == "cuda" else None)
+    if folder is not None:
+        path = kept_timings.keep(document, folder)
         print(f"kept in {path}", file=sys.stderr)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm.cli import kernels_common as common
+from nanovllm.cli.option_records import takes_records
 from nanovllm.cli.text_table import print_table
 from nanovllm.console import INTERRUPTED, Column, TablePrinter, say
 from nanovllm.json_output import STDOUT, write_json
@@ -23,12 +25,20 @@ if TYPE_CHECKING:
     from nanovllm.kernels.testing.compare import Measurement
 
 
+@dataclass(frozen=True)
+class _Timed:
+    """What is timed."""
+
+    op: common.OpName = None
+    shape: common.Shapes = None
+    dtype: common.Dtype = "bfloat16"
+    provider: common.Providers = None
+    compile: Annotated[bool, typer.Option(help="Also time torch.compile of the reference.")] = False
+
+
+@takes_records
 def bench(
-    op: common.OpName = None,
-    shape: common.Shapes = None,
-    dtype: common.Dtype = "bfloat16",
-    provider: common.Providers = None,
-    compile: Annotated[bool, typer.Option(help="Also time torch.compile of the reference.")] = False,
+    timed: _Timed,
     device: common.Device = "auto",
     kernel_plugin: common.Plugins = None,
     save: Annotated[Path | None, typer.Option(help="Write the measurements to this JSON file.")] = None,
@@ -53,15 +63,15 @@ def bench(
     table = None if json_file == STDOUT or wide else _BenchTable(where)
     stopped = False
     try:
-        for declared in common.with_provider(common.matching(ops, op), provider, origins):
+        for declared in common.with_provider(common.matching(ops, timed.op), timed.provider, origins):
             if declared.inputs is None or declared.cost is None:
                 skipped.append(f"{declared.name}: it declares no inputs or no cost")
                 print(f"{skipped[-1]}: not timed", file=sys.stderr)
                 continue
-            shapes = None if shape is None else [common.shape_of(declared, s) for s in shape]
-            candidates = [p for name, p in declared.providers.items() if not provider or name in provider]
-            candidates += [compiled(declared)] if compile else []
-            _measure(declared, candidates, common.dtype_of(dtype), shapes, where, results, table)
+            shapes = None if timed.shape is None else [common.shape_of(declared, s) for s in timed.shape]
+            candidates = [p for name, p in declared.providers.items() if not timed.provider or name in timed.provider]
+            candidates += [compiled(declared)] if timed.compile else []
+            _measure(declared, candidates, common.dtype_of(timed.dtype), shapes, where, results, table)
     except KeyboardInterrupt:
         # The table would lack ops, or providers that were not reached.
         left_out = "; --save-table is not written" if save_table else ""

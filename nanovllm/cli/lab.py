@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 
 from nanovllm.cli.command_group import CommandGroup
 from nanovllm.cli.kernels_common import GPUS, Device, Json, dtype_of
+from nanovllm.cli.option_records import takes_records
 from nanovllm.console import StatusLine, import_torch
 from nanovllm.json_output import write_json
 
@@ -90,17 +92,24 @@ for _name, _help in LESSONS.items():
     app.command(_name, short_help=_help, help=f"{_help} {_ways}")(_command(_name))
 
 
+@dataclass(frozen=True)
+class _Training:
+    """The MLP, and how long it is trained."""
+
+    dim: Annotated[int | None, typer.Option(help="Width of each layer; by default 1024 on a GPU, 128 on a CPU.")] = None
+    batch: Annotated[int | None, typer.Option(help="Rows in a step; by default 1024 on a GPU, 128 on a CPU.")] = None
+    layers: Annotated[int, typer.Option(help="Linear layers with GELU.")] = 4
+    steps: Annotated[int, typer.Option(help="Forward and backward passes.")] = 2
+
+
 @app.command()
+@takes_records
 def mlp(
     sweep: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="steps, layers, batch or dim; repeatable, all by default.")
     ] = None,
-    dim: Annotated[
-        int | None, typer.Option(help="Width of each layer; by default 1024 on a GPU, 128 on a CPU.")
-    ] = None,
-    batch: Annotated[int | None, typer.Option(help="Rows in a step; by default 1024 on a GPU, 128 on a CPU.")] = None,
-    layers: Annotated[int, typer.Option(help="Linear layers with GELU.")] = 4,
-    steps: Annotated[int, typer.Option(help="Forward and backward passes.")] = 2,
+    *,
+    training: _Training,
     factors: Annotated[str, typer.Option(help="The swept number is multiplied by each of these.")] = "1,2,4,8",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
     device: Device = "auto",
@@ -120,7 +129,7 @@ def mlp(
 
     _check_plot(plot)
     where = select_device(device)
-    base = Shape.default(where, dim=dim, batch=batch, layers=layers, steps=steps)
+    base = Shape.default(where, **vars(training))
     status = StatusLine()
     chosen = _numbers("--factors", factors) or ()
     result = run_sweeps(base, where, _dtype(dtype), sweep, chosen, profile, seed, status.show)

@@ -106,6 +106,16 @@ def attention(
     _show("attention", problem, plan_attention, shown)
 
 
+@dataclass(frozen=True)
+class _Window:
+    """What the filters of a convolution cover."""
+
+    kernel: Annotated[str, typer.Option(help="Filter taps, such as 3 or 3x5 (height x width).")] = "3"
+    stride: Annotated[int, typer.Option(help="Stride of both dimensions.")] = 1
+    padding: Annotated[int, typer.Option(help="Zeros on each side.")] = 0
+    dilation: Annotated[int, typer.Option(help="Distance between taps.")] = 1
+
+
 @app.command()
 @takes_records
 def conv(
@@ -115,10 +125,7 @@ def conv(
     width: Annotated[int, typer.Option(help="Width of the input in pixels.")],
     *,
     batch: Annotated[int, typer.Option(help="Images.")] = 1,
-    kernel: Annotated[str, typer.Option(help="Filter taps, such as 3 or 3x5 (height x width).")] = "3",
-    stride: Annotated[int, typer.Option(help="Stride of both dimensions.")] = 1,
-    padding: Annotated[int, typer.Option(help="Zeros on each side.")] = 0,
-    dilation: Annotated[int, typer.Option(help="Distance between taps.")] = 1,
+    window: _Window,
     dtype: _Dtype = "bfloat16",
     shown: _Shown,
 ) -> None:
@@ -127,11 +134,12 @@ def conv(
     from nanovllm.plan.conv_problem import DTYPES, ConvProblem
     from nanovllm.plan.conv_tiles import plan_conv
 
-    taps = kernel.lower().split("x")
+    taps = window.kernel.lower().split("x")
     if not all(t.isdigit() for t in taps) or len(taps) > 2:
-        raise ValueError(f"--kernel: expected a size such as 3 or 3x5, not {kernel!r}")
-    sizes = batch, channels, height, width, filters, int(taps[0]), int(taps[-1]), stride, padding, dilation
-    _show("conv", ConvProblem(*sizes, checked_dtype_name(dtype, DTYPES)), plan_conv, shown)
+        raise ValueError(f"--kernel: expected a size such as 3 or 3x5, not {window.kernel!r}")
+    sizes = batch, channels, height, width, filters, int(taps[0]), int(taps[-1])
+    moves = window.stride, window.padding, window.dilation
+    _show("conv", ConvProblem(*sizes, *moves, checked_dtype_name(dtype, DTYPES)), plan_conv, shown)
 
 
 @app.command()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm.cli.kernels_common import Dtype, Json, Wide, dtype_of, shape_of
+from nanovllm.cli.option_records import takes_records
 from nanovllm.console import import_torch
 from nanovllm.json_output import STDOUT, write_json
 from nanovllm.wording import counted
@@ -26,29 +28,44 @@ Request = tuple[str, "list[tuple[int, ...]] | None"]
 _DEFAULT_GPU = "h100"
 
 
-def tune(
+@dataclass(frozen=True)
+class _Problems:
+    """What is tuned."""
+
     op: Annotated[
         str | None, typer.Argument(metavar="OP", help="An op; with --preset or --list by default all ops.")
-    ] = None,
+    ] = None
     shape: Annotated[
         list[str] | None,
         typer.Option(metavar="SHAPE", help="A shape such as 64x1024, as for `nanovllm kernels bench`; repeatable."),
-    ] = None,
-    dtype: Dtype = "bfloat16",
-    preset: Annotated[str | None, typer.Option(help="The shapes of a model, such as qwen3-0.6b.")] = None,
+    ] = None
+    dtype: Dtype = "bfloat16"
+    preset: Annotated[str | None, typer.Option(help="The shapes of a model, such as qwen3-0.6b.")] = None
+
+
+@dataclass(frozen=True)
+class _Search:
+    """How long configurations are searched for, and where they are kept."""
+
     limit: Annotated[
         float | None, typer.Option(help="Seconds for all searches together; a trial that has begun is finished.")
-    ] = None,
-    patience: Annotated[
-        int | None, typer.Option(help="End a search after this many trials without a faster one.")
-    ] = None,
+    ] = None
+    patience: Annotated[int | None, typer.Option(help="End a search after this many trials without a faster one.")] = (
+        None
+    )
     out: Annotated[
         Path | None,
         typer.Option(help="The directory to write to; by default the one that NANOVLLM_KERNEL_CONFIGS names."),
-    ] = None,
+    ] = None
     resume: Annotated[
         bool, typer.Option("--resume", help="Skip what the directory already has for these versions and kernels.")
-    ] = False,
+    ] = False
+
+
+@takes_records
+def tune(
+    problems: _Problems,
+    search: _Search,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show what would be tried, and what would be left out and why. Needs no GPU."),
@@ -72,23 +89,26 @@ def tune(
     from nanovllm.cli.tune_show import show_configurations, show_dry_run
     from nanovllm.tune.search import Budget
 
-    budget = Budget(seconds=limit, patience=patience)
+    budget = Budget(seconds=search.limit, patience=search.patience)
     if show_list:
-        others = {"--shape": shape, "--preset": preset, "--dry-run": dry_run, "--resume": resume, "--out": out}
+        others = {
+            "--shape": problems.shape, "--preset": problems.preset, "--dry-run": dry_run, "--resume": search.resume,
+            "--out": search.out,
+        }  # fmt: skip
         if given := [name for name, value in others.items() if value]:
             raise ValueError(f"--list, {', '.join(given)}: expected one of them; --list goes with an op and --gpu only")
-        show_configurations(op, device, gpu, wide, json_file)
+        show_configurations(problems.op, device, gpu, wide, json_file)
         return
-    requests = _requests(op, shape, preset)
-    if resume and dry_run:
+    requests = _requests(problems.op, problems.shape, problems.preset)
+    if search.resume and dry_run:
         raise ValueError("--resume, --dry-run: expected one of them; a dry run measures nothing")
     if dry_run:
         model = _model(gpu, device)
-        show_dry_run(_jobs(requests, dtype, model), model, json_file)
+        show_dry_run(_jobs(requests, problems.dtype, model), model, json_file)
         return
     if gpu is not None:
         raise ValueError("--gpu: only with --dry-run and --list; configurations are timed on the GPU that is here")
-    _tune(requests, dtype, device, out, budget, resume, json_file)
+    _tune(requests, problems.dtype, device, search.out, budget, search.resume, json_file)
 
 
 def _requests(op: str | None, shapes: list[str] | None, preset: str | None) -> list[Request]:

@@ -136,7 +136,7 @@ def bench_rms_norm(providers, save=None, json_file=None, wide=False):
     from nanovllm.cli import kernels_bench
 
     kernels_bench.bench(
-        "rms_norm", dtype="float32", shape=["4x64"], provider=providers, compile=False, device="cpu",
+        op="rms_norm", dtype="float32", shape=["4x64"], provider=providers, compile=False, device="cpu",
         kernel_plugin=None,
         save=save, save_table=None, wide=wide, json_file=json_file,
     )  # fmt: skip
