@@ -76,12 +76,12 @@ def _phi(
 
 def _gemma(
     generation: int, vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int,
-    scalar: int, window: int, max_len: int, **entries: Any,
+    window: int, max_len: int, **entries: Any,
 ) -> dict[str, Any]:  # fmt: skip
     return dict(
         architectures=[f"Gemma{generation}ForCausalLM"], vocab_size=vocab, hidden_size=hidden,
         intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=1e-6, query_pre_attn_scalar=scalar,
+        num_key_value_heads=kv_heads, head_dim=head_dim, rms_norm_eps=1e-6, query_pre_attn_scalar=head_dim,
         sliding_window=window, max_position_embeddings=max_len, tie_word_embeddings=True, eos_token_id=[1, 106],
         dtype="bfloat16",
     ) | entries  # fmt: skip
@@ -122,13 +122,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         200064, 3072, 8192, 32, 24, 8, 1e4, 131072, partial_rotary_factor=0.75, tie_word_embeddings=True
     ),
     "phi-4": _phi(100352, 5120, 17920, 40, 40, 10, 2.5e5, 16384),
-    "gemma-2-2b": _gemma(2, 256000, 2304, 9216, 26, 8, 4, 256, 256, 4096, 8192),
-    "gemma-2-9b": _gemma(2, 256000, 3584, 14336, 42, 16, 8, 256, 256, 4096, 8192),
-    "gemma-2-27b": _gemma(2, 256000, 4608, 36864, 46, 32, 16, 128, 144, 4096, 8192),
-    "gemma-3-1b": _gemma(3, 262144, 1152, 6912, 26, 4, 1, 256, 256, 512, 32768),
-    "gemma-3-4b": _gemma(3, 262208, 2560, 10240, 34, 8, 4, 256, 256, 1024, 131072, **_LINEAR_8),
-    "gemma-3-12b": _gemma(3, 262208, 3840, 15360, 48, 16, 8, 256, 256, 1024, 131072, **_LINEAR_8),
-    "gemma-3-27b": _gemma(3, 262208, 5376, 21504, 62, 32, 16, 128, 168, 1024, 131072, **_LINEAR_8),
+    "gemma-2-2b": _gemma(2, 256000, 2304, 9216, 26, 8, 4, 256, 4096, 8192),
+    "gemma-2-9b": _gemma(2, 256000, 3584, 14336, 42, 16, 8, 256, 4096, 8192),
+    "gemma-2-27b": _gemma(2, 256000, 4608, 36864, 46, 32, 16, 128, 4096, 8192, query_pre_attn_scalar=144),
+    "gemma-3-1b": _gemma(3, 262144, 1152, 6912, 26, 4, 1, 256, 512, 32768),
+    "gemma-3-4b": _gemma(3, 262208, 2560, 10240, 34, 8, 4, 256, 1024, 131072, **_LINEAR_8),
+    "gemma-3-12b": _gemma(3, 262208, 3840, 15360, 48, 16, 8, 256, 1024, 131072, **_LINEAR_8),
+    "gemma-3-27b": _gemma(
+        3, 262208, 5376, 21504, 62, 32, 16, 128, 1024, 131072, query_pre_attn_scalar=168, **_LINEAR_8
+    ),
 }
 
 
