@@ -182,24 +182,24 @@ class DecodeGraphs:
             whole.replay()
             return True
         self.run_model(shape, launch)
-        return self.draw(shape)
+        return self.sample(shape)
 
     def run_model(self, shape: StepShape, launch: Callable[[StepShape], object]) -> None:
-        """As `run`, without sampling: the caller may change the static logits before `draw`."""
+        """As `run`, without sampling: the caller may change the static logits before `sample`."""
         graphs = self._graphs
         model = _model_of(shape)
         if model not in graphs:
             graphs[model] = self._backend.capture(partial(launch, model))
         graphs[model].replay()
 
-    def draw(self, shape: StepShape) -> bool:
+    def sample(self, shape: StepShape) -> bool:
         """Sample the static logits. False, with nothing done: this kind of sampling was not captured."""
-        draw = self._graphs.get(StepShape(shape.rows, mode=shape.mode))
-        if draw is not None:
-            draw.replay()
-        return draw is not None
+        graph = self._graphs.get(StepShape(shape.rows, mode=shape.mode))
+        if graph is not None:
+            graph.replay()
+        return graph is not None
 
-    def constrain(self, num_masks: int, launch: Callable[[], object]) -> None:
+    def apply_masks(self, num_masks: int, launch: Callable[[], object]) -> None:
         """Apply `num_masks` masks to the static logits. launch: does this, with the same tensors in every call."""
         graph = self._mask_graphs.get(num_masks)
         if graph is None:

@@ -149,7 +149,7 @@ class DecodeRunner:
         if piggybacked:
             pieces = Batch.build(step.pieces, state.block_size)
             self._runs.send(pieces, self._runs_bucket(piggybacked))
-        graphs, constrained, drawn = self.graphs, state.constrained(), False
+        graphs, constrained, sampled = self.graphs, state.constrained(), False
         if graphs is not None and not graphs.has_model(shape):
             self._masks.settle()
         if graphs is None or self.logits is None:
@@ -159,17 +159,17 @@ class DecodeRunner:
             if constrained:
                 graphs.run_model(shape, self._launch_shape)
             else:
-                drawn = graphs.run(shape, self._launch_shape)
+                sampled = graphs.run(shape, self._launch_shape)
         masks = None
         if constrained:
             masks = self._masks.begin(constrained, self._mask_thread, at_gate=self._uses_mask_graphs)
         logprobs = None
         if shape.mode is SamplingMode.GENERAL:
             logprobs = self._sample_by_host(logits[: state.num_rows], masks)
-        elif not drawn:
+        elif not sampled:
             if masks is not None:
-                self._constrain(logits, masks)
-            if masks is None or graphs is None or not graphs.draw(shape):
+                self._apply_masks(logits, masks)
+            if masks is None or graphs is None or not graphs.sample(shape):
                 self._sample_from_state(logits, shape.mode)
         state.advance_mirror()
         result = StepResult(
@@ -180,14 +180,14 @@ class DecodeRunner:
             state.ring.hold(result)
         return result
 
-    def _constrain(self, logits: torch.Tensor, masks: StartedMasks) -> None:
+    def _apply_masks(self, logits: torch.Tensor, masks: StartedMasks) -> None:
         """Mask the logits of a step that is sampled with the state's parameters."""
         if self.graphs is None or not self._uses_mask_graphs:
             self._sampler.mask_op(logits, *masks.finish())
         else:
             # The first call compiles or loads a kernel, and is captured: the host waits for the masks.
             on_device = masks.finish(wait=not self.graphs.has_masks(len(masks)))
-            self.graphs.constrain(len(masks), partial(self._sampler.mask_op, self.logits, *on_device))
+            self.graphs.apply_masks(len(masks), partial(self._sampler.mask_op, self.logits, *on_device))
 
     @property
     def _uses_mask_graphs(self) -> bool:

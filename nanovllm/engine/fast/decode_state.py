@@ -68,7 +68,7 @@ class DecodeState:
         self.int32_fields[_CONTEXT_LEN] = 1
         self._float_fields = self.int32_fields.view(torch.float32)
         self._block_table = torch.full((max_num_seqs, max_blocks), padding_block, dtype=torch.int32, device=device)
-        self._kept_views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]] | None = None
+        self._cached_views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
         self.num_rows = 0
         """Rows that sequences have: the first ones."""
@@ -266,11 +266,11 @@ class DecodeState:
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Of the first rows, kept over steps: int64 fields, context lengths, block table, sampling arguments."""
-        if self._kept_views is None or self._kept_views[1].shape[0] != num_rows:
+        if self._cached_views is None or self._cached_views[1].shape[0] != num_rows:
             ints, small, floats = (t[:, :num_rows] for t in (self.int64_fields, self.int32_fields, self._float_fields))
             sampling = (floats[_TEMPERATURE], small[_TOP_K], floats[_TOP_P], floats[_MIN_P], ints[_SEED], ints[_DRAW])
-            self._kept_views = ints, small[_CONTEXT_LEN], self._block_table[:num_rows], sampling
-        return self._kept_views
+            self._cached_views = ints, small[_CONTEXT_LEN], self._block_table[:num_rows], sampling
+        return self._cached_views
 
     def sampling_arguments(self, num_rows: int, filtered: bool) -> tuple[torch.Tensor | None, ...]:
         """What the op `sample` takes after the logits, for the first `num_rows` rows: views, as in `batch`."""

@@ -20,9 +20,8 @@ from nanovllm.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 SMALL_BATCHES: tuple[tuple[int, tuple[int, ...]], ...] = (
-    (0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (100, 100)), (0,
-    (100,) * 9),
-    (0, (64,) * 65), (0, (1024,)),
+    (0, (3,)), (0, (16, 16)), (1, (3,)), (5, (2, 9)), (16, (16,)), (5, (40,)), (0, (100,)), (0, (100, 100)),
+    (0, (100,) * 9), (0, (64,) * 65), (0, (1024,)),
 )  # fmt: skip
 """(number of decodes, lengths of the runs of tokens) of each batch.
 

@@ -161,7 +161,7 @@ def test_a_captured_graph_applies_the_masks_of_its_step(dtype):
             launches.append(masks)
             apply_token_bitmask(static, *masks)
 
-        graphs.constrain(len(tokens), launch)
+        graphs.apply_masks(len(tokens), launch)
         assert len(launches) == new and torch.equal(static, expected)
         for i, finite in enumerate(static.isfinite().cpu()):
             assert set(finite.nonzero().flatten().tolist()) == tokens.get(i, set(range(100)))
