@@ -12,7 +12,7 @@ from nanovllm.kernels.op.registry import temporary
 def registered(op: str, fn: Callable[..., Any] | str, name: str = "mine", **fields: Any) -> Iterator[Provider]:
     """Within the block `fn` is a provider of an op. What is resolved in the block keeps it."""
     with temporary():
-        all_ops()[op].remembered.clear()
+        all_ops()[op].resolved_calls.clear()
         all_ops()[op].add(Provider(name, fn, **fields))
         yield all_ops()[op].providers[name]
 

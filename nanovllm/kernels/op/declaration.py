@@ -64,7 +64,7 @@ class OpDeclaration:
         native_capturable: whether a CUDA graph can hold a call of the reference.
         exported: whether the op is in `torch.ops.nanovllm` as well, which takes tensors and numbers only.
         origin: the plugin that declares it; None: this package, or a program.
-        remembered: what plain calls have resolved so far. Emptied when a plugin's providers are taken back.
+        resolved_calls: what plain calls have resolved so far. Emptied when a plugin's providers are taken back.
     """
 
     native: Callable[..., Any]
@@ -84,7 +84,7 @@ class OpDeclaration:
     exported: bool = True
     origin: str | None = field(init=False)
     providers: dict[str, Provider] = field(init=False)
-    remembered: dict[tuple[Any, ...], Any] = field(init=False, default_factory=dict)
+    resolved_calls: dict[tuple[Any, ...], Any] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.name = self.native.__name__
@@ -150,7 +150,7 @@ class OpDeclaration:
         """
         known = self.providers.get(provider.name)
         if known is not None and known.origin == provider.origin == "__main__" and is_interactive():
-            self.remembered.clear()
+            self.resolved_calls.clear()
         elif known is not None:
             whose = f", from {known.origin}" if known.origin else ""
             raise ValueError(

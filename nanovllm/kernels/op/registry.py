@@ -100,7 +100,7 @@ def _restore(before: Mapping[str, tuple[Op, dict[str, Provider]]]) -> None:
         _OPS[name] = o
         o.providers.clear()
         o.providers.update(providers)
-        o.remembered.clear()
+        o.resolved_calls.clear()
 
 
 def unregister(plugin: str) -> list[str]:
@@ -112,5 +112,5 @@ def unregister(plugin: str) -> list[str]:
     for o in _OPS.values():
         for name in [p.name for p in o.providers.values() if p.origin == plugin]:
             del o.providers[name]
-        o.remembered.clear()
+        o.resolved_calls.clear()
     return declared

@@ -194,21 +194,21 @@ def default_choice(declared: OpDeclaration, device: torch.device) -> tuple[Provi
     A plain call has prepacked nothing: it runs a provider that prepacks weights only if the environment names it.
     """
     key = (device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
-    choice = declared.remembered.get(key)
+    choice = declared.resolved_calls.get(key)
     if choice is None:
         load_plugins(())  # the environment may name a provider of an installed one
         provider = _choose(declared, device, from_environment(), prepacks=False)
-        choice = declared.remembered[key] = provider, _function(declared, provider)
+        choice = declared.resolved_calls[key] = provider, _function(declared, provider)
     return choice
 
 
 def fall_back_to_native(declared: OpDeclaration, provider: str, reason: str) -> Callable[..., Any]:
     """The reference, for a call that the selected provider does not take; warns once for each reason."""
     key = (provider, reason)
-    fn = declared.remembered.get(key)
+    fn = declared.resolved_calls.get(key)
     if fn is None:
         _warn(declared, provider, reason)
-        fn = declared.remembered[key] = bind(declared.name, declared.providers[NATIVE])
+        fn = declared.resolved_calls[key] = bind(declared.name, declared.providers[NATIVE])
     return fn
 
 

@@ -101,7 +101,7 @@ def calls():
     )
     with temporary():
         linear.providers["onednn"] = recorded
-        linear.remembered.clear()
+        linear.resolved_calls.clear()
         yield calls
 
 

@@ -210,12 +210,12 @@ def mine(monkeypatch):
 
     def declare(origin):
         monkeypatch.setitem(op.providers, "mine", Provider("mine", fn, origin=origin))
-        op.remembered.clear()
+        op.resolved_calls.clear()
         return calls
 
     monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=mine")
     yield declare
-    op.remembered.clear()
+    op.resolved_calls.clear()
 
 
 @pytest.mark.parametrize(
