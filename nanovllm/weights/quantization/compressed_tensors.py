@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from nanovllm.weights.quantization.fp8 import Fp8Storage
+from nanovllm.weights.quantization.fp8_storage import Fp8Storage
 from nanovllm.weights.quantization.integers import PackedIntStorage, PlainIntStorage
 from nanovllm.weights.quantization.rules import EVERY, REMEDY, ConfigSection, Quantization, Rule
 from nanovllm.weights.quantization.storage import Storage

@@ -22,7 +22,7 @@ from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.stored_matrices import FloatMatrix, Fp8Matrix, IntMatrix
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.quantization.bits import in_storage
-from nanovllm.weights.quantization.fp8 import Fp8Storage
+from nanovllm.weights.quantization.fp8_storage import Fp8Storage
 from nanovllm.weights.quantization.integers import IntStorage
 from nanovllm.weights.quantization.k_quants import more_bits, to_k_quants
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm.weights.json_file import read_json
 from nanovllm.weights.quantization import compressed_tensors
-from nanovllm.weights.quantization.fp8 import Fp8Storage
+from nanovllm.weights.quantization.fp8_storage import Fp8Storage
 from nanovllm.weights.quantization.integers import AwqStorage, GptqStorage
 from nanovllm.weights.quantization.rules import EVERY, REMEDY, ConfigSection, Quantization, Rule
 from nanovllm.wording import brief

@@ -8,7 +8,7 @@ from dataclasses import replace
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES
 from nanovllm.layers.linear import Part, ShardedParameters
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.weights.quantization.fp8 import Fp8Storage
+from nanovllm.weights.quantization.fp8_storage import Fp8Storage
 from nanovllm.weights.quantization.gguf_storage import GGUFStorage
 from nanovllm.weights.quantization.rules import Quantization
 from nanovllm.weights.quantization.storage import WIDE_FLOATS, Storage, StoredShard
