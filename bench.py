@@ -110,6 +110,10 @@ def _add_engine(group: Any) -> None:
         "--cpu-activations", choices=("float32", "int8", "bfloat16"),
         help="type of the activations that quantised weights are multiplied with, on a CPU",
     )  # fmt: skip
+    group.add_argument(
+        "--kernel-plugin", action="append", metavar="FILE",
+        help="measure nanovllm again with the kernels of this Python file or module; may be repeated",
+    )  # fmt: skip
     group.add_argument("--compare", action="store_true", help="measure with and without custom kernels")
     group.add_argument("--ablate", action="store_true", help="measure with each op's custom kernel off in turn")
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")

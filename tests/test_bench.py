@@ -19,6 +19,7 @@ from nanovllm.bench.launcher import WorkerDied, in_process
 from nanovllm.bench.workloads import Workload
 from nanovllm.hardware import measured_rates
 from nanovllm.kernels import all_ops
+from nanovllm.kernels.op.registry import temporary
 from nanovllm.models.model_presets import PRESETS
 from tests.providers import registered
 
@@ -146,6 +147,29 @@ def test_without_custom_kernels_there_is_nothing_to_compare_or_ablate(run):
     assert "custom: both rows ran the reference, since no custom kernel ran on cpu" in out
     assert "nanovllm default" in out and "nanovllm native" in out and "nanovllm custom" not in out
     assert "no op of this model has a custom kernel here" in out
+
+
+PLUGIN = """
+from nanovllm.kernels import silu_and_mul
+
+@silu_and_mul.provider("mine"{support})
+def mine(gate_up):
+    return silu_and_mul.native(gate_up)
+"""
+
+
+def test_a_plugin_is_measured_beside_the_engine_without_it(run, tmp_path):
+    (tmp_path / "mine.py").write_text(PLUGIN.format(support=""))
+    (tmp_path / "off.py").write_text(PLUGIN.format(support=', support=lambda device: "no such machine"'))
+    with temporary():
+        code, out, record = run(*SMALL, "--kernel-plugin", str(tmp_path / "mine.py"))
+    assert code == 0 and [row["variant"] for row in record["rows"]] == ["custom", "plugin"]
+    assert [row["about"]["kernels"]["silu_and_mul"] for row in record["rows"]] == ["native", "mine"]
+    assert re.search(r"nanovllm with the plugin is [\d.]+x nanovllm without", out)
+    with temporary():
+        code, out, record = run(*SMALL, "--kernel-plugin", str(tmp_path / "off.py"))
+    assert code == 1 and record["rows"][0]["error"] is None
+    assert f"`nanovllm kernels list --kernel-plugin {tmp_path / 'off.py'}` says why" in record["rows"][1]["error"]
 
 
 def test_peers(run):

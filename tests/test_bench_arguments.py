@@ -65,6 +65,22 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tiny_qwen3, tmp_path, ca
 @pytest.mark.parametrize(
     "line, said",
     [
+        ("--kernel-plugin none.py", "--kernel-plugin none.py: there is no such file"),
+        ("--kernel-plugin {file} --no-use-custom-kernels", "no kernel of a plugin runs with --no-use-custom-kernels"),
+        ("--kernel-plugin {file} --save", "--save keeps figures of the package's own kernels"),
+        ("--kernel-plugin {file} --engine transformers", "add nanovllm to --engine"),
+    ],
+)
+def test_a_plugin_that_cannot_be_measured_is_said_at_once(tiny_qwen3, capfd, line, said):
+    common = ["--model", str(tiny_qwen3), "--device", "cpu", "--in-process", "--workload", "tiny", "--no-profile"]
+    assert bench.main([*common, *line.format(file=__file__).split()]) == 2
+    captured = capfd.readouterr()
+    assert captured.err.startswith("bench.py: --kernel-plugin") and said in captured.err and not captured.out
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
         ("--num-prompts 4", "--num-prompts: no such option; use --num-requests with --input-len and --output-len"),
         ("--num_prompts=4", "--num_prompts: no such option; use --num-requests with"),
         ("--batch-size 8", "--batch-size: no such option; use --workload bs8 (bs1, bs8, bs32, bs128), --num-requests"),

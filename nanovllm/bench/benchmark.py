@@ -170,6 +170,9 @@ class Benchmark:
                 continue
             given = command_line.engine_options(self.args)
             yield from self._sized(self._job(engine, self.variant, given))
+            if self.args.kernel_plugin:
+                plugins = {"kernel_plugins": self.args.kernel_plugin}
+                yield from self._sized(self._job(engine, "plugin", {**given, **plugins}))
             if self.args.compare:
                 yield from self._sized(self._job(engine, "native", {**given, "use_custom_kernels": False}))
             for op in self._ops_to_ablate(given) if self.args.ablate else ():

@@ -42,6 +42,8 @@ def check(args: argparse.Namespace) -> list[str]:
             raise ValueError(f"--engine {engine!r}: expected any of {', '.join(ENGINES)}")
     if args.vllm_plugin and "vllm" not in engines:
         raise ValueError("--vllm-plugin: vLLM is not among the engines; add vllm to --engine")
+    if args.kernel_plugin:
+        check_plugins(args, engines)
     if args.limit is not None and not args.limit > 0:
         raise ValueError(f"--limit {args.limit:g}: expected seconds, above 0; leave it out for no limit")
     if args.repeat < 1 or args.rounds < 1 or args.warmup < 0:
@@ -62,6 +64,21 @@ def check(args: argparse.Namespace) -> list[str]:
         check_model(args.model)
     check_priority(engine_options(args).get("kernel_priority", {}), "--kernels")
     return engines
+
+
+def check_plugins(args: argparse.Namespace, engines: list[str]) -> None:
+    """Raise a ValueError if the plugins of --kernel-plugin cannot be measured. They are loaded later, by the engine."""
+    if "nanovllm" not in engines:
+        raise ValueError("--kernel-plugin: nanovllm is not among the engines; add nanovllm to --engine")
+    if args.use_custom_kernels is False:
+        raise ValueError(
+            "--kernel-plugin: no kernel of a plugin runs with --no-use-custom-kernels; leave one of them out"
+        )
+    if args.save:
+        raise ValueError("--kernel-plugin: --save keeps figures of the package's own kernels; leave one of them out")
+    for plugin in args.kernel_plugin:
+        if plugin.endswith(".py") and not Path(plugin).is_file():
+            raise ValueError(f"--kernel-plugin {plugin}: there is no such file")
 
 
 def check_drawing(plots: bool) -> str | None:

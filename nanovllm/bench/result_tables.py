@@ -121,6 +121,9 @@ def comparison_lines(rows: Sequence[ResultRow]) -> list[str]:
                     f"{row.workload}: {op}'s custom kernel is worth {gain(row, other):+.1%}"
                     f" (without it {number(other.median('output_rate'))} tok/s)"
                 )
+            elif other.engine == row.engine and other.variant == "plugin":
+                times = f"{_times(other, row)} nanovllm without{_of_rounds(other, row)}"
+                lines.append(f"{row.workload}: nanovllm with the plugin is {times}")
             elif other.engine != row.engine:
                 peer = f"{other.engine} {other.about.get('version', '')}".rstrip()
                 lines.append(f"{row.workload}: nanovllm is {_times(row, other)} {peer}{_of_rounds(row, other)}")

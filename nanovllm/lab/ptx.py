@@ -181,7 +181,7 @@ def _meaning(a: MemoryAccess) -> str:
     line = f"{counted(a.bytes, 'byte')} a thread {verb} in device memory, {32 * a.bytes} a warp: "
     if a.bytes >= 16:
         return line + "the widest there is" if a.bytes == 16 else line + "wider than 16, which only Blackwell has"
-    why = "alignment is not known, or neighbouring threads are not neighbours in memory"
+    why = "a thread has one element, its elements are not neighbours, or their alignment is unknown"
     return f"{line}{16 // a.bytes} times the instructions of 16-byte accesses; {why}"
 
 

@@ -97,6 +97,7 @@ def test_what_the_lines_say():
     narrow = next(m for t, m in by_text.items() if "ld.global.b16" in t)
     assert wide.startswith("16 bytes a thread read in device memory, 512 a warp") and "widest" in wide
     assert narrow.startswith("2 bytes a thread read in device memory, 64 a warp: 8 times the instructions")
+    assert narrow.endswith("; a thread has one element, its elements are not neighbours, or their alignment is unknown")
     assert "{8 registers}" in next(t for t in by_text if t.startswith("wgmma"))  # a long list is shortened
     assert len(by_text) == 18 and all(line.count == 1 for line in explained(reading))
 

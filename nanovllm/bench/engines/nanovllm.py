@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.bench.engines.engine_interface import gaps, run_open_loop
+from nanovllm.bench.engines.engine_interface import EngineError, gaps, run_open_loop
 from nanovllm.bench.job import Job, RequestTimes, Run
 from nanovllm.bench.workloads import Item
 from nanovllm.sampling_params import SamplingParams
@@ -31,6 +31,12 @@ class NanovllmEngine:
         self._job = job
         self.llm = llm_class(job.model, **options)
         self.config = self.llm.engine.model_config
+        if plugins := job.options.get("kernel_plugins"):
+            kernels = self.llm.kernels
+            if not any(kernels.provider(op).origin for op in kernels.providers):
+                self.close()
+                listed = " ".join(f"--kernel-plugin {plugin}" for plugin in plugins)
+                raise EngineError(f"no kernel of the plugin runs here; `nanovllm kernels list {listed}` says why")
 
     def about(self) -> dict[str, Any]:
         from importlib.metadata import PackageNotFoundError, version

@@ -175,6 +175,12 @@ def test_written_arguments_are_results():
     assert failures(lambda x, y: None, op) and failures(lambda x, y: y[1:].copy_(x[1:]) and None, op)
 
 
+def test_a_provider_that_cannot_run_here_is_an_error_with_its_reason():
+    provider = Provider("it", double, support=lambda device: f"no kernel for {device}")
+    with pytest.raises(ValueError, match="nothing was verified: it: no kernel for cpu"):
+        verify_op(declared(), provider, CPU)
+
+
 def test_what_is_not_accepted_is_skipped():
     provider = Provider("it", lambda x: math.nan, accepts=lambda x: "never")
     assert {v.skipped for v in verify_op(declared(), provider, CPU)} == {"never"}
