@@ -36,8 +36,8 @@ def table(*groups: tuple[str, Sequence[Any] | None, str]) -> dict[str, ForeignAr
     return {name: ForeignArgument(answer, harmless) for answer, harmless, names in groups for name in names.split()}
 
 
-_RENAMED: tuple[Any, ...] = ()
-"""No value is harmless: the argument has another name here."""
+_RENAMED: tuple[Any, ...] = (None,)
+"""No value but None, which leaves the choice to the engine: the argument has another name here."""
 
 ENGINE_ARGUMENTS = table(
     # Choices that this engine does not leave to the user.
@@ -85,31 +85,35 @@ ENGINE_ARGUMENTS = table(
      " num_speculative_tokens speculative_draft_tensor_parallel_size ngram_prompt_lookup_max"
      " ngram_prompt_lookup_min spec_method spec_model spec_tokens diffusion_config"),
     ("copies of a model are engines of their own; start one for each GPU, or run `nanovllm serve --replicas N`", _ONE,
-     "data_parallel_size data_parallel_backend data_parallel_rank data_parallel_start_rank data_parallel_size_local"
-     " data_parallel_address data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb"
+     "data_parallel_size data_parallel_rank data_parallel_start_rank data_parallel_size_local"
+     " data_parallel_hybrid_lb data_parallel_external_lb"
      " data_parallel_multi_port_external_lb disable_nccl_for_dp_synchronization dp_size"),
     ("a model is split by tensor_parallel_size alone", _ONE, "pipeline_parallel_size"
      " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
-     " dcp_comm_backend dcp_kv_cache_interleave_size"
-     " cp_kv_cache_interleave_size all2all_backend enable_elastic_ep enable_ep_weight_filter ubatch_size"
-     " dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config"
-     " enable_eplb expert_placement_strategy pp_size ep_size"),
+     " enable_elastic_ep enable_ep_weight_filter ubatch_size enable_eplb pp_size ep_size"),
+    ("a model is split by tensor_parallel_size alone, so this has no effect", None, "data_parallel_backend"
+     " data_parallel_address data_parallel_rpc_port dcp_comm_backend dcp_kv_cache_interleave_size"
+     " cp_kv_cache_interleave_size all2all_backend dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config"
+     " expert_placement_strategy"),
     ("a model runs on one machine; use its GPUs with tensor_parallel_size", _ONE, "nnodes node_rank"),
     ("experts are split by tensor_parallel_size, and their choices are not returned; leave it out", _OFF,
      "enable_return_routed_experts"),
-    ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb cpu_offload_params"
-     " kv_offloading_size kv_offloading_backend offload_backend offload_group_size offload_num_in_group"
-     " offload_prefetch_step offload_params"),
-    ("images, audio and video are not supported; send text", _OFF, "limit_mm_per_prompt mm_processor_kwargs"
-     " media_io_kwargs mm_processor_cache_gb disable_mm_preprocessor_cache enable_mm_embeds interleave_mm_strings"
-     " skip_mm_profiling allowed_local_media_path allowed_media_domains language_model_only"
-     " mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_only mm_encoder_tp_mode"
-     " mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path"
-     " mm_encoder_fp8_scale_save_margin io_processor_plugin renderer_num_workers video_pruning_rate mm_tensor_ipc"
-     " mm_ipc_gpu_memory_gb disable_chunked_mm_input"),
+    ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb kv_offloading_size"
+     " offload_backend offload_group_size"),
+    ("weights stay on the device, so this has no effect", None, "cpu_offload_params kv_offloading_backend"
+     " offload_num_in_group offload_prefetch_step offload_params"),
+    ("images, audio and video are not supported; send text", _OFF, "mm_processor_kwargs"
+     " media_io_kwargs enable_mm_embeds interleave_mm_strings allowed_local_media_path allowed_media_domains"
+     " mm_encoder_only mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
+     " mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate"),
+    ("images, audio and video are not supported, so this has no effect", None, "limit_mm_per_prompt"
+     " mm_processor_cache_gb mm_processor_cache_type disable_mm_preprocessor_cache mm_shm_cache_max_object_size_mb"
+     " skip_mm_profiling language_model_only mm_encoder_tp_mode mm_encoder_fp8_scale_save_margin renderer_num_workers"
+     " mm_tensor_ipc mm_ipc_gpu_memory_gb disable_chunked_mm_input"),
     ("models with state-space layers are not supported; use another model", _OFF, "mamba_config"
-     " mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend"
+     " mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode"
      " enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend"),
+    ("models with state-space layers are not supported, so this has no effect", None, "mamba_backend"),
     ("weights cannot be replaced while an engine runs; make a new LLM", _OFF, "weight_transfer_config"),
     ("the engine generates text; leave it out: embeddings, scores and rewards are not supported",
      (None, "auto", "generate"), "task runner convert override_pooler_config pooler_config"),
@@ -133,8 +137,9 @@ ENGINE_ARGUMENTS = table(
     ("set the environment variable NANOVLLM_CPU_THREADS to the number of threads", (None,), "n_threads"),
     ("use max_num_batched_tokens", (None,), "n_batch n_ubatch"),
     ("the engine logs as the logging module is set up", None, "verbose"),
-    ("a hub id is looked up in the Hugging Face cache; set HF_HOME, or pass a directory", (None,), "download_dir"
-     " hf_config_path config_format cache_dir local_files_only model_weights"),
+    ("a hub id is looked up in the Hugging Face cache; set HF_HOME, or pass a directory", (None, ""), "download_dir"
+     " hf_config_path cache_dir local_files_only model_weights"),
+    ("the files in the model's directory tell their format; leave it out", (None, "auto", "hf"), "config_format"),
     ("the hub's token comes from the environment; set HF_TOKEN", (None, False, True), "hf_token token use_auth_token"),
     ("the checkpoint's config.json decides; edit a copy of it", _OFF, "hf_overrides rope_scaling rope_theta"
      " override_neuron_config disable_sliding_window model_class_overrides"),
@@ -142,9 +147,11 @@ ENGINE_ARGUMENTS = table(
     ("log-probabilities are of the raw logits; leave it out", (None, "raw_logprobs"), "logprobs_mode"),
     ("the fp8 cache has no scales; leave it out", _OFF, "calculate_kv_scales kv_cache_dtype_skip_layers"),
     ("kernels are chosen by kernel_priority, and CUDA graphs by enforce_eager", _OFF, "attention_backend"
-     " attention_config kernel_config compilation_config optimization_level use_cudagraph attn_implementation"
-     " attn_backend moe_backend linear_backend ir_op_priority enable_flashinfer_autotune override_attention_dtype"
-     " enable_bf16x3_router_gemm use_fp64_gumbel performance_mode kv_sharing_fast_prefill"),
+     " attention_config kernel_config use_cudagraph attn_implementation"
+     " attn_backend moe_backend linear_backend ir_op_priority override_attention_dtype"
+     " enable_bf16x3_router_gemm use_fp64_gumbel"),
+    ("models are not compiled; enforce_eager decides whether there are CUDA graphs", None, "compilation_config"
+     " optimization_level performance_mode enable_flashinfer_autotune kv_sharing_fast_prefill"),
     ("the KV cache is sized by gpu_memory_utilization or num_kvcache_blocks", (None,), "kv_cache_memory_bytes"
      " max_memory mem_fraction_static"),
     ("an option of another engine, without a counterpart here; leave it out", _OFF, "additional_config model_impl"
@@ -286,7 +293,9 @@ NAMES = {
         ("a prompt is a text, a list of token ids, or a dict with one of them", "TextPrompt TokensPrompt PromptType"),
         ("beam search is not supported; use SamplingParams(n=) for several completions", "BeamSearchParams"),
         ("embeddings, scores and rewards are not supported",
-         "PoolingParams EmbeddingRequestOutput PoolingRequestOutput ClassificationRequestOutput ScoringRequestOutput"),
+         "PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ScoringOutput"
+         " ScoringRequestOutput ClassificationOutput ClassificationRequestOutput"),
+        ("an engine starts its processes itself; use LLM(tensor_parallel_size=N)", "initialize_ray_cluster"),
         ("architectures are added to nanovllm/models: see CONTRIBUTING.md", "ModelRegistry"),
         ("LoRA is not supported; merge the adapter into the weights", "LoRARequest"),
     )

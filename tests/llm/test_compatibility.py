@@ -200,6 +200,25 @@ def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
     assert "trust_remote_code=True (code of a checkpoint is never run)" in record.message
 
 
+def test_defaults_of_vllm_are_taken(caplog):
+    """Those of vLLM 0.24 that are not None, False, 0 or "auto": scripts spell them out."""
+    defaults = dict(
+        config_format="auto", model_weights="", block_size=None, num_gpu_blocks_override=None, torch_dtype=None,
+        dcp_comm_backend="ag_rs", data_parallel_backend="mp", all2all_backend="allgather_reducescatter",
+        dbo_decode_token_threshold=32, dbo_prefill_token_threshold=512, expert_placement_strategy="linear",
+        cpu_offload_params=set(), offload_num_in_group=1, offload_prefetch_step=1, kv_offloading_backend="native",
+        limit_mm_per_prompt={"image": 0}, mm_processor_cache_gb=4, mm_processor_cache_type="lru",
+        mm_shm_cache_max_object_size_mb=128, mm_encoder_tp_mode="weights", mm_encoder_fp8_scale_save_margin=1.5,
+        renderer_num_workers=1, mm_tensor_ipc="direct_rpc", mamba_backend="triton", compilation_config=3,
+        optimization_level=2, performance_mode="balanced",
+    )  # fmt: skip
+    with caplog.at_level(logging.INFO, "nanovllm.arguments"):
+        assert EngineConfig("m", **defaults) == EngineConfig("m")
+    (record,) = caplog.records
+    assert all(f"{name}=" in record.message for name in defaults)
+    assert SamplingParams(max_new_tokens=None, do_sample=None) == SamplingParams()
+
+
 def test_no_code_of_a_checkpoint_is_run_though_it_is_trusted(tmp_path):
     """Neither for an architecture that is not supported, nor to make a tokenizer."""
     config = {
