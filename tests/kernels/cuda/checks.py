@@ -2,6 +2,9 @@
 
 import re
 import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,14 +106,21 @@ def nvcc(*arguments):
     return subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True).stderr
 
 
-def check_machine_code(source, arch, folder, instructions, load, wait=str.rindex):
+@cache
+def ptx_of(source, arch):
+    """A file's PTX, of which two tests of a file may want something: most of the time goes into it."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernels.ptx"
+        nvcc("-O3", f"-arch={arch}", "-ptx", "-o", file, source)
+        return file.read_text()
+
+
+def check_machine_code(source, arch, instructions, load, wait=str.rindex):
     """Every kernel of a file multiplies on tensor cores, and loads weights, which never change, before it waits.
 
     wait: finds the last wait for the kernel in front, or the first one.
     """
-    file = folder / "kernels.ptx"
-    nvcc("-O3", f"-arch={arch}", "-ptx", "-o", file, source)
-    kernels = re.split(r"\.visible \.entry ", file.read_text())[1:]
+    kernels = re.split(r"\.visible \.entry ", ptx_of(source, arch))[1:]
     assert kernels
     for ptx in kernels:
         assert all(instruction in ptx for instruction in instructions)
@@ -119,7 +129,9 @@ def check_machine_code(source, arch, folder, instructions, load, wait=str.rindex
 
 def resources_of_kernels(source, arch, folder):
     """{mangled name: (registers of a thread, bytes of stack, bytes spilled)} of every kernel of a file."""
-    said = nvcc("-O3", f"-arch={arch}", "-cubin", "-Xptxas", "-v", "-o", folder / "kernels.cubin", source)
+    file = folder / "kernels.ptx"
+    file.write_text(ptx_of(source, arch))
+    said = nvcc(f"-arch={arch}", "-cubin", "-Xptxas", "-v", "-o", folder / "kernels.cubin", file)
     usage = {}
     for kernel in said.split("Compiling entry function '")[1:]:
         stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", kernel)

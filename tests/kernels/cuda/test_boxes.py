@@ -188,6 +188,6 @@ def test_the_norms_kernel_has_room_beside_boxes(tmp_path):
 
 
 @pytest.mark.slow
-def test_boxes_multiply_integers_on_tensor_cores(tmp_path):
+def test_boxes_multiply_integers_on_tensor_cores():
     product, load = "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32", "cp.async.bulk.tensor.3d"
-    check_machine_code(SOURCE, "sm_90a", tmp_path, [product], load)
+    check_machine_code(SOURCE, "sm_90a", [product], load)

@@ -251,8 +251,13 @@ def nvcc():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("source", ["fused_add_gelu.cu", "silu_and_mul.cu", "fused_activation.cu"])
+@pytest.mark.parametrize(
+    "source, capability",
+    [
+        *((f"{name}.cu", 90) for name in ("fused_add_gelu", "silu_and_mul", "fused_activation")),
+        ("fused_add_gelu.cu", 80), ("silu_and_mul.cu", 100),
+    ],
+)  # fmt: skip
 def test_loads_and_stores_16_bytes_without_spills(nvcc, tmp_path, source, capability):
     release = tuple(map(int, build.nvcc_version(nvcc.parents[1]).split(".")))
     if capability == 100 and release < (12, 8):

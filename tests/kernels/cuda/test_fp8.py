@@ -218,12 +218,10 @@ def test_a_machine_with_the_other_library_alone_runs_what_triton_has(monkeypatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["bfloat16", "float16"])
-def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
+def test_machine_code_multiplies_on_tensor_cores(source):
     instructions = "mma.sync.aligned.m16n8k16", "cvt.rn.f16x2.e4m3x2"
     load = "cp.async.cg.shared.global.L2::128B"
-    check_machine_code(
-        product_libraries.FP8_FOLDER / f"{source}.cu", "sm_90", tmp_path, instructions, load, wait=str.index
-    )
+    check_machine_code(product_libraries.FP8_FOLDER / f"{source}.cu", "sm_90", instructions, load, wait=str.index)
 
 
 @pytest.mark.slow

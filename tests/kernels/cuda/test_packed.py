@@ -313,12 +313,12 @@ def test_plans_of_many_tokens():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", ["int4", "k_planes", "ring", "ring_int4", "wide", "wide_zero"])
-def test_machine_code_multiplies_on_tensor_cores(source, tmp_path):
+def test_machine_code_multiplies_on_tensor_cores(source):
     wide = source.startswith("wide")
     product = "wgmma.mma_async.sync.aligned.m64n" if wide else "mma.sync.aligned.m16n8k16"
     copied = wide or source.startswith("ring")
     load = "cp.async.cg.shared.global.L2::128B" if copied else "ld.global.nc.L1::no_allocate.L2::128B.v4"
-    check_machine_code(Path(product_libraries.FOLDER) / f"{source}.cu", "sm_90a", tmp_path, [product], load)
+    check_machine_code(Path(product_libraries.FOLDER) / f"{source}.cu", "sm_90a", [product], load)
 
 
 @pytest.mark.slow

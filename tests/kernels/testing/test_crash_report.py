@@ -64,29 +64,40 @@ def test_an_error_within_a_function_of_triton_is_of_the_line_that_calls_it():
     assert said.endswith("; convert to float32 first: x.to(tl.float32)")
 
 
+def said_of(expressions, runs, folder):
+    """What is said of a kernel with each of these expressions: all by one process."""
+    pytest.importorskip("triton")
+    for i, how in enumerate(expressions):
+        (folder / f"it{i}.py").write_text(NARROW.format(how=how) + runs)
+    program = (
+        f"import runpy\nfor i in range({len(expressions)}):\n    runpy.run_path(f'it{{i}}.py')\n    print('end')\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(runs is INTERPRETED))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, env=environment)
+    *said, last = done.stdout.split("end\n")
+    assert len(said) == len(expressions) and not last, done.stdout + done.stderr
+    return said
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("how, line", [("tl.exp(narrow)", "tl.store(y + i, tl.exp(narrow), i < n)"),
-                                       ("tl.sigmoid(narrow)", "tl.store(y + i, tl.sigmoid(narrow), i < n)"),
-                                       ("act(narrow)", "return x * tl.sigmoid(x)")])  # fmt: skip
 @pytest.mark.parametrize("runs, begin", [(INTERPRETED, "ValueError: Expected dtype ['fp32', 'fp64'] but got bf16, at "),
                                          (COMPILED, "the kernel does not compile: ")])  # fmt: skip
-def test_a_dtype_that_a_function_of_triton_does_not_take(how, line, runs, begin, tmp_path):
-    pytest.importorskip("triton")
-    (tmp_path / "it.py").write_text(NARROW.format(how=how) + runs)
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(runs is INTERPRETED))}
-    done = subprocess.run([sys.executable, "it.py"], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert done.stdout.startswith(begin) and f"`{line}`" in done.stdout, done.stdout + done.stderr
-    assert done.stdout.endswith("; convert to float32 first: x.to(tl.float32)\n")
+def test_a_dtype_that_a_function_of_triton_does_not_take(runs, begin, tmp_path):
+    lines = {
+        "tl.exp(narrow)": "tl.store(y + i, tl.exp(narrow), i < n)",
+        "tl.sigmoid(narrow)": "tl.store(y + i, tl.sigmoid(narrow), i < n)", "act(narrow)": "return x * tl.sigmoid(x)",
+    }  # fmt: skip
+    for said, line in zip(said_of(lines, runs, tmp_path), lines.values(), strict=True):
+        assert said.startswith(begin) and f"`{line}`" in said, said
+        assert said.endswith("; convert to float32 first: x.to(tl.float32)\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how, remedy", [
-    ("tl.sigmoidd(tl.load(x + i))", "did you mean 'sigmoid'?"),
-    ("torch.sigmoid(tl.load(x + i))", "a kernel calls functions of triton.language, such as tl.sigmoid, not of torch"),
-])  # fmt: skip
-def test_a_function_that_triton_does_not_have(how, remedy, tmp_path):
-    pytest.importorskip("triton")
-    (tmp_path / "it.py").write_text(NARROW.format(how=how) + INTERPRETED)
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "it.py"], capture_output=True, text=True, cwd=tmp_path, env=environment)
-    assert f"`tl.store(y + i, {how}, i < n)`; {remedy}\n" in done.stdout, done.stdout + done.stderr
+def test_a_function_that_triton_does_not_have(tmp_path):
+    remedies = {
+        "tl.sigmoidd(tl.load(x + i))": "did you mean 'sigmoid'?",
+        "torch.sigmoid(tl.load(x + i))":
+            "a kernel calls functions of triton.language, such as tl.sigmoid, not of torch",
+    }  # fmt: skip
+    for said, (how, remedy) in zip(said_of(remedies, INTERPRETED, tmp_path), remedies.items(), strict=True):
+        assert f"`tl.store(y + i, {how}, i < n)`; {remedy}\n" in said, said
