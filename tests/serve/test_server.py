@@ -71,11 +71,20 @@ def load(port, stop, index):
             time.sleep(0.01)
 
 
+ONCE, TWICE, OFTEN = (), (0.2,), (0.02, 0.02, 0.02)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", [(), ("--in-process",)], ids=["process", "thread"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("pauses", [(), (0.2,), (0.02, 0.02, 0.02)], ids=["once", "twice", "often"])
-def test_the_end_is_clean_under_load(model_path, arguments, number, pauses):
+@pytest.mark.parametrize(
+    "number, engine_in, pauses",
+    [
+        (signal.SIGTERM, "process", ONCE), (signal.SIGINT, "thread", ONCE), (signal.SIGINT, "process", TWICE),
+        (signal.SIGTERM, "thread", TWICE), (signal.SIGTERM, "process", OFTEN), (signal.SIGINT, "thread", OFTEN),
+    ],
+)  # fmt: skip
+def test_the_end_is_clean_under_load(model_path, number, engine_in, pauses):
+    """Every two of signal, place of the engine and number of signals come together once."""
+    arguments = ["--in-process"] * (engine_in == "thread")
     command = [sys.executable, "-m", "nanovllm", "serve", f"--model={model_path}", "--port=0", "--device=cpu"]
     command += ["--num-kvcache-blocks=256", "--max-model-len=256", "--drain=1", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -56,8 +56,8 @@ def distinct(launches):
 @pytest.mark.parametrize(
     "dtype, capability, features, turns",
     [
-        (torch.bfloat16, 90, (True, True), slice(None)), (torch.bfloat16, 80, (False, False), slice(0, None, 4)),
-        (torch.bfloat16, 100, (True, True), slice(1, None, 5)), (torch.float32, 90, (True, True), slice(2, None, 4)),
+        (torch.bfloat16, 90, (True, True), slice(None)), (torch.bfloat16, 80, (False, False), slice(0, None, 8)),
+        (torch.bfloat16, 100, (True, True), slice(1, None, 8)), (torch.float32, 90, (True, True), slice(2, None, 8)),
     ],
 )  # fmt: skip
 def test_no_spills_and_wide_loads(dtype, capability, features, turns, tmp_path, monkeypatch):
