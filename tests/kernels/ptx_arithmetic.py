@@ -43,16 +43,20 @@ def _f16(bits):
     return bits.astype(U16).view(np.float16).astype(np.float32)
 
 
-def _e4m3(bits):
+def _e4m3_of(bits):
     """float8_e4m3fn -> float32."""
-    bits = bits.astype(np.int32)
     exponent, fraction = bits >> 3 & 15, bits & 7
     size = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
     size = np.where((bits & 0x7F) == 0x7F, np.nan, size)
     return np.where(bits & 0x80, -size, size).astype(np.float32)
 
 
-_E4M3 = _e4m3(np.arange(0x7F)).astype(np.float64)  # from 0 to 448, in order
+_OF_E4M3 = _e4m3_of(np.arange(256, dtype=np.int32))
+_E4M3 = _OF_E4M3[:0x7F].astype(np.float64)  # from 0 to 448, in order
+
+
+def _e4m3(bits):
+    return _OF_E4M3[bits]
 
 
 def _to_e4m3(x):
@@ -69,6 +73,20 @@ def _to_f16(x):
         return x.astype(np.float16).view(U16)
 
 
+# Of float32 each is rounded once: these by numpy in float32, the others from float64.
+_ROUNDED = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.fmax, "min": np.fmin,
+    "neg": np.negative, "abs": np.abs,
+}  # fmt: skip
+_EXACT = {
+    "fma": lambda a, b, c: a * b + c, "ex2": np.exp2, "rsqrt": lambda a: a**-0.5, "rcp": lambda a: 1 / a,
+}  # fmt: skip
+# Of integers, whose bits are the same whatever their sign.
+_WRAPPED = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c,
+}  # fmt: skip
+_BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
+
 HALVES = {"bf16": (_bf16, _to_bf16), "f16": (_f16, _to_f16)}
 """Format -> (its bits as float32, float32 rounded to its bits)."""
 
@@ -84,23 +102,16 @@ class Arithmetic:
         if t.removesuffix("x2") in HALVES:
             v = self._half(p, args)
         elif t == "f32":
-            v = self._float(p[0], [self.value(a, np.float32).astype(np.float64) for a in args[1:]])
+            v = self._float(p[0], [self.value(a, np.float32) for a in args[1:]])
         else:
             v = self._integer(p, args)
         self.put(args[0], v, on)
 
     def _float(self, name, x):
-        """From exact values, rounded once."""
-        with np.errstate(all="ignore"):
-            table = {
-                "add": lambda: x[0] + x[1], "sub": lambda: x[0] - x[1], "mul": lambda: x[0] * x[1],
-                "fma": lambda: x[0] * x[1] + x[2],
-                "max": lambda: np.fmax(x[0], x[1]), "min": lambda: np.fmin(x[0], x[1]), "div": lambda: x[0] / x[1],
-                "ex2": lambda: np.exp2(x[0]), "rsqrt": lambda: x[0] ** -0.5, "rcp": lambda: 1 / x[0],
-                "neg": lambda: -x[0],
-                "abs": lambda: abs(x[0]),
-            }  # fmt: skip
-            return chosen(table, name)().astype(np.float32)
+        """Of float32, rounded once."""
+        if name in _ROUNDED:
+            return _ROUNDED[name](*x)
+        return chosen(_EXACT, name)(*(v.astype(np.float64) for v in x)).astype(np.float32)
 
     def _half(self, p, args):
         pair = p[-1].endswith("x2")
@@ -108,7 +119,7 @@ class Arithmetic:
         bits = [self.value(a, U32 if pair else U16) for a in args[1:]]
 
         def one(parts):
-            return write(self._float(p[0], [read(x.astype(U16)).astype(np.float64) for x in parts]))
+            return write(self._float(p[0], [read(x.astype(U16)) for x in parts]))
 
         if not pair:
             return one(bits)
@@ -121,6 +132,8 @@ class Arithmetic:
         size = 8 if wide else kind.itemsize
         if kind.itemsize == 8 and (kind.kind == "u" and p[0] in ("div", "rem", "max", "min") or "hi" in p):
             raise UnknownInstruction(".".join(p))
+        if p[0] in _WRAPPED and not wide and "hi" not in p:
+            return _WRAPPED[p[0]](*(self.value(a, UNSIGNED[size]) for a in args[1:]))
         # 64 bits wrap as they should, whatever their sign.
         x = [self.value(a, kind).astype(np.int64) for a in args[1:3]]
         if len(args) > 3:
@@ -132,9 +145,8 @@ class Arithmetic:
             v = np.array([int(a) * int(b) >> 32 for a, b in zip(*x[:2])], np.int64) + (x[2] if len(x) > 2 else 0)
         else:
             table = {
-                "add": lambda: x[0] + x[1], "sub": lambda: x[0] - x[1], "mul": lambda: x[0] * x[1],
-                "mad": lambda: x[0] * x[1] + x[2], "max": lambda: np.maximum(x[0], x[1]),
-                "min": lambda: np.minimum(x[0], x[1]),
+                "mul": lambda: x[0] * x[1], "mad": lambda: x[0] * x[1] + x[2],
+                "max": lambda: np.maximum(x[0], x[1]), "min": lambda: np.minimum(x[0], x[1]),
                 "neg": lambda: -x[0], "abs": lambda: abs(x[0]),
             }  # fmt: skip
             v = chosen(table, p[0])()
@@ -142,7 +154,9 @@ class Arithmetic:
 
     def bitwise(self, p, args, on):
         t = p[-1]
-        if p[0] == "lop3":
+        if p[0] in _BITWISE:
+            v = _BITWISE[p[0]](*(self.predicate(a) if t == "pred" else self.value(a, type_of(t)) for a in args[1:]))
+        elif p[0] == "lop3":
             a, b, c = (self.value(x, U32) for x in args[1:4])
             table, v = int(args[4], 0), np.zeros(self.n, U32)
             for i in range(8):
@@ -162,20 +176,12 @@ class Arithmetic:
             by = np.minimum(b, bits - 1).astype(a.dtype)
             v = (a << by) if p[0] == "shl" else (a >> by)
             v = np.where(b >= bits, 0 if p[0] == "shl" or a.dtype.kind == "u" else v, v).astype(a.dtype)
-        elif p[0] == "bfe":
+        else:  # bfe
             a, start, length = self.value(args[1], type_of(t)).astype(np.int64), int(args[2]), int(args[3])
             v = (a >> start) & ((1 << length) - 1)
             if t == "s32":
                 v = np.where(v >> (length - 1) & 1, v - (1 << length), v)
             v = v.astype(np.int32)
-        else:
-            x = [self.predicate(a) if t == "pred" else self.value(a, type_of(t)) for a in args[1:]]
-            v = {
-                "and": lambda: x[0] & x[1],
-                "or": lambda: x[0] | x[1],
-                "xor": lambda: x[0] ^ x[1],
-                "not": lambda: ~x[0],
-            }[p[0]]()
         self.put(args[0], v, on)
 
     def compare(self, p, args, on):

@@ -15,6 +15,7 @@ a descriptor. Python 3, numpy, about 20,000 instructions of a warp a second.
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import numpy as np
 
@@ -31,6 +32,26 @@ _MOST_STEPS = 200_000
 _BITS = {"b16": 16, "b32": 32, "b64": 64}
 _ALL = np.ones(32, bool)
 """All threads of a warp."""
+
+
+class _Sizes(dict):
+    """Bytes of a type of numpy."""
+
+    def __missing__(self, kind):
+        self[kind] = np.dtype(kind).itemsize
+        return self[kind]
+
+
+_SIZES = _Sizes()
+
+
+@cache
+def _constant(number, kind):
+    """A number's lowest bits as a register that nobody writes to."""
+    size = _SIZES[kind]
+    register = np.full(32, number & ((1 << 8 * size) - 1), UNSIGNED[size])
+    register.flags.writeable = False
+    return register.view(kind)
 
 
 class Machine:
@@ -58,6 +79,7 @@ class Machine:
         """One program, to its end."""
         self.run_cluster([block], grid, random)
 
+    @np.errstate(all="ignore")
     def run_cluster(self, blocks, grid, random):
         """The programs of a cluster by rank, or any others, together, to their end."""
         flying, cluster, warps = [], Cluster(self.warps * len(blocks)), []
@@ -160,10 +182,13 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
 
     def value(self, a, kind):
         """An operand's bits as 32 of `kind`, a type of numpy."""
-        unsigned = UNSIGNED[np.dtype(kind).itemsize]
+        size = _SIZES[kind]
+        unsigned = UNSIGNED[size]
         if a in self.r:
             bits = self.r[a]
-            return bits.view(kind) if bits.dtype == unsigned else bits.astype(unsigned).view(kind)
+            return bits.view(kind) if bits.itemsize == size else bits.astype(unsigned).view(kind)
+        if (number := number_of(a)) is not None:
+            return _constant(number, kind)
         if a == "%tid.x":
             return np.arange(self.first_thread, self.first_thread + self.n, dtype=U32).astype(unsigned).view(kind)
         if m := re.fullmatch(r"%(n?ctaid)\.([xyz])", a):
@@ -172,10 +197,10 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
             number = PARAMETERS + int(m[1])
         elif a in self.variables:
             number = self.variables[a][0]
-        elif (number := number_of(a)) is None:
+        else:
             assert not re.match(r"%[a-z]+\d+$", a), f"{a} has not been written"
             raise UnknownInstruction(f"operand {a}")
-        return np.full(self.n, number & ((1 << 8 * np.dtype(unsigned).itemsize) - 1), unsigned).view(kind)
+        return _constant(number, kind)
 
     def predicate(self, a):
         if a[0] in "%!" or a in self.r:
@@ -186,7 +211,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         if name == "_":
             return
         v = np.asarray(v)
-        if v.dtype != bool:
+        if v.dtype.kind != "b":
             v = np.ascontiguousarray(v).view(UNSIGNED[v.dtype.itemsize])
         if on is not _ALL and not on.all():
             v = np.where(on, v, self.r.get(name, np.zeros_like(v)))

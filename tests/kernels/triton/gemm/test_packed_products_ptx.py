@@ -78,8 +78,7 @@ def inputs(dtype, tokens):
     return x, (torch.arange(OUTPUTS * 2).view(OUTPUTS, 2) % 5 / 64).to(torch.float16)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("plan, tokens", [(TWO_WARPS, 3), (FOUR_WARPS, 40)])
+@pytest.mark.parametrize("dtype, plan, tokens", [(torch.float16, TWO_WARPS, 3), (torch.bfloat16, FOUR_WARPS, 40)])
 def test_groups(dtype, plan, tokens):
     x, scale = inputs(dtype, tokens)
     codes = integers(254, OUTPUTS, SIZE)
@@ -90,8 +89,7 @@ def test_groups(dtype, plan, tokens):
     check(linear_int4, x, plan, weight=codes[:, ::2].contiguous(), scale=scale, zero=integers(16, OUTPUTS, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("plan, tokens", [(TWO_WARPS, 3), (FOUR_WARPS, 40)])
+@pytest.mark.parametrize("dtype, plan, tokens", [(torch.float16, TWO_WARPS, 3), (torch.bfloat16, FOUR_WARPS, 40)])
 def test_parts(dtype, plan, tokens):
     x, _ = inputs(dtype, tokens)
     scale = torch.rand(OUTPUTS, 8, generator=torch.Generator().manual_seed(2)).half()
