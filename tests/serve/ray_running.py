@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -28,8 +29,15 @@ REPLICA = "ray::ServeReplica:nanovllm:nanovllm"
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """A port that is free, and that the system gives to nobody meanwhile who asks for any: below those."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = random.SystemRandom().randrange(given * 3 // 4, given)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
 
 
 class Marked:
@@ -40,7 +48,7 @@ class Marked:
         self.directory = directory
         self.environment = os.environ | {
             "NANOVLLM_TEST_MARK": self._mark, "OMP_NUM_THREADS": "1",
-            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1", "RAY_raylet_start_wait_time_s": str(int(LONG)),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(directory),
             "PYTHONPATH": os.pathsep.join([os.getcwd(), *filter(None, sys.path)]),
         }  # fmt: skip

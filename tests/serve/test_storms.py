@@ -64,7 +64,9 @@ def test_clients_that_vanish(model_path):
     long = {"prompt": "hello", "max_tokens": 240, "ignore_eos": True}
     with RunningServer(model_path, client=slow_client(model_path)) as server:
         sizes = []
-        for _ in range(4):
+        # A leak of every round is in any four. What was allocated at most grows in some of them, the more the busier
+        # the machine is, and then no more.
+        while len(sizes) < 4 or (sizes[-1] >= sizes[-4] + 8 and len(sizes) < 16):
             sockets = [send(server.port, long | {"stream": i % 2 == 0, "n": 1 + i % 3}) for i in range(200)]
             for i, sock in enumerate(sockets):
                 if i % 2 == 0 and i < 10:
@@ -73,8 +75,9 @@ def test_clients_that_vanish(model_path):
             server.assert_idle()
             gc.collect()
             sizes.append(memory_mib(os.getpid()))
-        assert server.metric("vllm:generation_tokens_total") < 4 * 200 * 240 / 4, "nothing was aborted"
-        assert sizes[-1] < sizes[0] + 8, f"MiB after each round: {sizes}"
+        tokens = server.metric("vllm:generation_tokens_total")
+        assert tokens < len(sizes) * 200 * 240 / 4, "nothing was aborted"
+        assert sizes[-1] < sizes[-4] + 8, f"MiB after each round: {sizes}"
         answer = server.post("/v1/completions", prompt="x", max_tokens=2, ignore_eos=True)
         assert answer["usage"]["completion_tokens"] == 2
 

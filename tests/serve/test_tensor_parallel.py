@@ -21,8 +21,8 @@ def ranks(client):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", ["idle", "busy"])
-def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, at, tmp_path):
+def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, tmp_path):
+    """While nothing runs, and then while requests run."""
     plugin = tmp_path / "slow.py"
     plugin.write_text(SLOW_PLUGIN)
     arguments = ARGUMENTS | dict(kernel_plugins=[str(plugin)], tensor_parallel_size=2)
@@ -35,24 +35,30 @@ def test_a_rank_that_dies_is_started_again_with_its_engine(model_path, at, tmp_p
             body = dict(prompt="hello there", max_tokens=12, temperature=0, ignore_eos=True)
             return server.post("/v1/completions", **body)["choices"][0]["text"]
 
-        assert answer() == want
-        first = [client.pid, *ranks(client)]
-        assert len(first) == 2
-        (tmp_path / "no start").touch()
-        if at == "idle":
-            os.kill(first[1], signal.SIGKILL)
-        else:
-            body = dict(prompt="a", max_tokens=250, ignore_eos=True, stream=True, n=8)
-            with server.client.stream("POST", "/v1/completions", json=body) as stream:
-                pieces = stream.iter_raw()
-                next(pieces)
-                os.kill(first[1], signal.SIGKILL)
-                text = b"".join(pieces)
-            assert b'"error":{"message":"the engine ' in text and text.endswith(b"data: [DONE]\n\n")
-        wait_until(lambda: server.client.get("/health").status_code == 503)
-        (tmp_path / "no start").unlink()
-        wait_until(lambda: server.client.get("/health").status_code == 200)
-        assert answer() == want
-        last = [client.pid, *ranks(client)]
-        assert len(last) == 2 and not set(first) & set(last)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in first + last))
+        def started():
+            """The processes of an engine that answers."""
+            assert answer() == want
+            found = [client.pid, *ranks(client)]
+            assert len(found) == 2
+            return found
+
+        engines = [started()]
+        for busy in (False, True):
+            (tmp_path / "no start").touch()
+            if busy:
+                body = dict(prompt="a", max_tokens=250, ignore_eos=True, stream=True, n=8)
+                with server.client.stream("POST", "/v1/completions", json=body) as stream:
+                    pieces = stream.iter_raw()
+                    next(pieces)
+                    os.kill(engines[-1][1], signal.SIGKILL)
+                    text = b"".join(pieces)
+                assert b'"error":{"message":"the engine ' in text and text.endswith(b"data: [DONE]\n\n")
+            else:
+                os.kill(engines[-1][1], signal.SIGKILL)
+            wait_until(lambda: server.client.get("/health").status_code == 503)
+            (tmp_path / "no start").unlink()
+            wait_until(lambda: server.client.get("/health").status_code == 200)
+            engines.append(started())
+        pids = [pid for engine in engines for pid in engine]
+        assert len(set(pids)) == 6
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids))
