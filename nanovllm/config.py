@@ -64,8 +64,8 @@ class EngineConfig:
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int | str = 4096
-    """Longest prompt plus output, in tokens; lowered to what the model and the KV cache allow. "auto" or -1: the most
-    that these allow."""
+    """Longest prompt plus output, in tokens; lowered to what the model and the KV cache allow. "auto", -1 or None: the
+    most that these allow."""
     max_num_seqs: int = 512
     """Most sequences that run in one step."""
     max_num_batched_tokens: int | None = None
@@ -144,7 +144,10 @@ _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "dtype": _normal_dtype,
     "kv_cache_dtype": _normal_dtype,
     "quantization": lambda value: value.lower() if isinstance(value, str) else value,  # GGUF writes Q4_K_M
-    "max_model_len": lambda value: AUTO if isinstance(value, str) and value == "auto" else value,
+    # None is what vLLM's scripts pass where the engine decides.
+    "max_model_len": lambda value: AUTO if value is None or (isinstance(value, str) and value == "auto") else value,
+    "max_num_seqs": lambda value: EngineConfig.max_num_seqs if value is None else value,
+    "enable_prefix_caching": lambda value: EngineConfig.enable_prefix_caching if value is None else value,
     # nano-vLLM spells "decide for me" as -1.
     "num_kvcache_blocks": lambda value: None if isinstance(value, int) and value == -1 else value,
 }

@@ -215,7 +215,7 @@ SAMPLING_ARGUMENTS = table(
     ("repeated patterns are not looked for; use stop, or penalties", (None,), "repetition_detection"),
     ("the engine samples each token; pass them as a prompt with prompt_logprobs to score them", (None, 0),
      "trace_decode_token_ids routed_experts_prompt_start"),
-    ("a budget for thinking is not supported; use max_tokens", (None,), "thinking_token_budget"),
+    ("a budget for thinking is not supported; use max_tokens", (None, -1), "thinking_token_budget"),
     ("this filter is not supported; use top_k, top_p or min_p", (None, 1), "typical_p tfs"),
     ("this filter is not supported; use top_k, top_p or min_p", _OFF, "epsilon_cutoff eta_cutoff top_a top_h"
      " penalty_alpha no_repeat_ngram_size encoder_repetition_penalty xtc_probability xtc_threshold dry_multiplier"

@@ -63,7 +63,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Go on after the model's end token."""
     seed: int | None = None
-    """Makes the draws repeatable, whatever else runs in the batch. None: the engine picks one."""
+    """Makes the draws repeatable, whatever else runs in the batch. None or -1: the engine picks one."""
     logprobs: int | None = None
     """Report this many most likely tokens, and the sampled one, with their log-probabilities. None: none at all."""
     prompt_logprobs: int | None = None
@@ -84,6 +84,8 @@ class SamplingParams:
     token. Needs the extra `structured`."""
 
     def __post_init__(self) -> None:
+        if _is_int(self.seed) and self.seed == -1:
+            object.__setattr__(self, "seed", None)  # as in vLLM
         self._int("n", 1, MAX_N, remedy="; send several requests for more")
         self._float("temperature", 0, math.inf, "; pass 0 for greedy decoding")
         self._int("top_k", -1, remedy="; pass 0 to keep all tokens")

@@ -155,7 +155,7 @@ def test_loops(tmp_path):
     path.write_text("for i in range(1, N):\n    B[i] = A[i]\nfor i in range(1, N):\n    C[i] = B[i + 1]\n")
     text = run("--loops", str(path), "--size", "N=64").output
     assert "RAW on B: B[i] then B[i + 1], distance (-1): prevents fusion" in text
-    assert "No common loop(s) can be fused" in text and "Tiles for" in text
+    assert "No common loops can be fused" in text and "Tiles for" in text
     assert "All loops can be fused with a delay: nest 2 by (1,)" in text
     data = json.loads(run("--loops", str(path), "--size", "N=64", "--json", "-").output)
     assert data["fused_levels"] == 0 and data["shift"] == [[0], [1]] and data["tile"]["tiles"] == 1

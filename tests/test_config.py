@@ -102,7 +102,9 @@ def test_what_is_true_or_false_is_nothing_else(field, value):
     assert f"{field.name}={value!r}: must be True or False" in str(error.value)
     for given in (True, False, None) if "None" in field.type else (True, False):
         assert getattr(EngineConfig("m", **{field.name: given}), field.name) is given
-    if "None" not in field.type:
+    if field.name == "enable_prefix_caching":
+        assert EngineConfig("m", enable_prefix_caching=None).enable_prefix_caching is True  # as in vLLM
+    elif "None" not in field.type:
         with pytest.raises(ValueError, match=f"{field.name}=None: must be True or False"):
             EngineConfig("m", **{field.name: None})
 

@@ -76,7 +76,7 @@ BAD = [
     ("frequency_penalty", [-2.01, 2.01, NAN, "0", True, None]),
     ("max_tokens", [0, -1, 1.5, True, "16"]),
     ("min_tokens", [-1, 0.0, True, "1", None, 65]),
-    ("seed", [-1, 2**63, 0.5, True, "seed"]),
+    ("seed", [-2, -1.0, 2**63, 0.5, True, "seed"]),
     ("logprobs", [-1, 1.0, True, "5"]),
     ("prompt_logprobs", [-1, 1.0, True, "5"]),
     ("ignore_eos", [1, "True", None]),

@@ -15,6 +15,7 @@ from typing import Any
 from nanovllm.bench.engines import ENGINES
 from nanovllm.bench.workloads import ON_CPU, ON_GPU, WORKLOADS, Workload, parse_length, select
 from nanovllm.kernels.op.priority import check_priority, parse_priority
+from nanovllm.wording import counted
 
 _PEERS_HAVE = (
     "dtype", "kv_cache_dtype", "device", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
@@ -237,7 +238,7 @@ def check_device(name: str) -> None:
     if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())):
         raise ValueError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= count:
-        raise ValueError(f"--device {name}: this machine has {count} CUDA device(s); use auto or cpu")
+        raise ValueError(f"--device {name}: this machine has {counted(count, 'CUDA device')}; use auto or cpu")
 
 
 def has_gpu(device: str) -> bool:

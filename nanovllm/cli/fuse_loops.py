@@ -57,7 +57,8 @@ def show_loops(path: Path, sizes: list[str], model: DeviceModel, json_file: str 
     elif found["legal"]:
         print("All loops can be fused:")
     else:
-        print(f"{found['fused_levels'] or 'No'} common loop(s) can be fused:\n  {found['reason']}")
+        levels = found["fused_levels"]
+        print(f"{counted(levels, 'common loop') if levels else 'No common loops'} can be fused:\n  {found['reason']}")
         if found["shift"] is not None:
             later = ", ".join(f"nest {i} by {s}" for i, s in enumerate(found["shift"], 1) if any(s))
             print(f"All loops can be fused with a delay: {later}.")

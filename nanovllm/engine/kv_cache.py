@@ -13,6 +13,7 @@ from nanovllm.arguments import full_dtype
 from nanovllm.hardware.control_groups import available_memory
 from nanovllm.layers.attention import LayerCache
 from nanovllm.model_config import ModelConfig
+from nanovllm.wording import counted
 
 # The share of the available memory that a cache on a CPU takes, unless the user names its size.
 _CPU_SHARE = 0.25
@@ -102,8 +103,8 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, most
     if fits < needed:
         missing = (needed + 1) * per_block - available
         raise OutOfCacheMemory(
-            f"the KV cache needs {(needed + 1) * per_block / _MIB:.1f} MiB for {needed} block(s) and a padding block,"
-            f" but only {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations:"
+            f"the KV cache needs {(needed + 1) * per_block / _MIB:.1f} MiB for {counted(needed, 'block', ',')} and a padding"
+            f" block, but only {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations:"
             f" {missing / _MIB:.1f} MiB are missing; {remedy}"
         )
     return wanted if wanted is not None else min(fits, most_useful)

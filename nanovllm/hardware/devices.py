@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from nanovllm.wording import counted
+
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
     """Makes a GPU the current one: kernels, graphs, events and pinned memory go there, wherever their arguments are."""
@@ -19,7 +21,7 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     if num_ranks > 1 and name in ("auto", "cuda") and torch.cuda.is_available():
         count = torch.cuda.device_count()
         if num_ranks > count:
-            raise ValueError(f"tensor_parallel_size={num_ranks}: this machine has {count} CUDA device(s)")
+            raise ValueError(f"tensor_parallel_size={num_ranks}: this machine has {counted(count, 'CUDA device')}")
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)
     if num_ranks > 1 and ":" in name:
@@ -38,7 +40,7 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ValueError(f"device={name!r}: this machine has {count} CUDA device(s); use 'auto' or 'cpu'")
+            raise ValueError(f"device={name!r}: this machine has {counted(count, 'CUDA device')}; use 'auto' or 'cpu'")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device

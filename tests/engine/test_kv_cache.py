@@ -106,9 +106,9 @@ def test_blocks_that_fit(available, wanted, useful, expected):
 @pytest.mark.parametrize(
     "available, wanted, said",
     [
-        (2 * MIB - 1, None, ["2.0 MiB for 1 block(s)"]),
+        (2 * MIB - 1, None, ["2.0 MiB for 1 block and"]),
         (-3 * MIB, None, ["0.0 MiB are left", "5.0 MiB are missing"]),
-        (5 * MIB, 5, ["6.0 MiB for 5 block(s)", "1.0 MiB are missing"]),
+        (5 * MIB, 5, ["6.0 MiB for 5 blocks and", "1.0 MiB are missing"]),
     ],
 )
 def test_too_little_memory_says_how_much_is_missing_and_what_helps(available, wanted, said):

@@ -212,11 +212,14 @@ def test_defaults_of_vllm_are_taken(caplog):
         renderer_num_workers=1, mm_tensor_ipc="direct_rpc", mamba_backend="triton", compilation_config=3,
         optimization_level=2, performance_mode="balanced",
     )  # fmt: skip
+    decides = dict(max_model_len=None, max_num_seqs=None, enable_prefix_caching=None)
+    assert EngineConfig("m", **decides) == EngineConfig("m", max_model_len="auto")
     with caplog.at_level(logging.INFO, "nanovllm.arguments"):
         assert EngineConfig("m", **defaults) == EngineConfig("m")
     (record,) = caplog.records
     assert all(f"{name}=" in record.message for name in defaults)
-    assert SamplingParams(max_new_tokens=None, do_sample=None) == SamplingParams()
+    given = dict(max_new_tokens=None, do_sample=None, seed=-1, thinking_token_budget=-1)
+    assert SamplingParams(**given) == SamplingParams()
 
 
 def test_no_code_of_a_checkpoint_is_run_though_it_is_trusted(tmp_path):

@@ -121,7 +121,7 @@ def test_the_longest_sequence_that_fits(tmp_path, caplog, given):
 
 def test_too_little_memory_for_the_cache(directory):
     refused(
-        OutOfCacheMemory, directory, "MiB are missing", "for 1000000000 block(s)", "kvcache_block_size",
+        OutOfCacheMemory, directory, "MiB are missing", "for 1,000,000,000 blocks", "kvcache_block_size",
         device="cpu", num_kvcache_blocks=10**9,
     )  # fmt: skip
 
