@@ -233,12 +233,15 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
                             float scale, int64_t window, float* out, int64_t out_stride) {
     const int64_t begin = first_seen(first_last + 1, window);
     const int64_t tiles = (first_last + TOKENS - 1) / LANES + 1, padded = tiles * LANES;
-    thread_local std::vector<float> scores;
+    thread_local std::vector<float> scores, queries;
     scores.resize((size_t)padded * TOKENS);
+    // Side by side: rows of several heads lie a power of two apart, in few sets of the first-level cache.
+    queries.resize((size_t)dim * TOKENS);
+    for (int m = 0; m < TOKENS; m++) std::copy_n(q + m * q_stride, dim, queries.data() + m * dim);
     float scales[TOKENS];
     std::fill(scales, scales + TOKENS, scale);
     auto score = [&](int64_t t, auto two) {
-        weighted_sums<TOKENS, two>(from.keys.data() + t * dim * LANES, LANES, dim * LANES, dim, q, q_stride, scales,
+        weighted_sums<TOKENS, two>(from.keys.data() + t * dim * LANES, LANES, dim * LANES, dim, queries.data(), dim, scales,
                                    scores.data() + t * LANES, padded);
     };
     int64_t t = begin / LANES;

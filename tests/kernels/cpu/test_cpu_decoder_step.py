@@ -163,6 +163,25 @@ def test_rows_of_the_last_layer(rows):
     compare(random_weights(), *random_batch([9, 40], [(2, 3)]), rows=torch.tensor(rows, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("window", [None, 16])
+def test_rows_of_prompts_in_the_last_layer(window):
+    weights = (
+        replace(w, layers=[replace(layer, window=window) for layer in w.layers]) for w in random_weights(norms=True)
+    )
+    compare(tuple(weights), *random_batch([70], [(20, 3), (40, 0)]), rows=torch.tensor([60, 0, 20, 7, 7]))
+
+
+def test_a_row_does_not_depend_on_the_other_rows():
+    _, packed = random_weights()
+    batch, num_blocks = random_batch([70], [(40, 300)])
+    x, found = torch.randn(41, 80), []
+    for rows in ([40], [0, 40], [3, 9, 9, 17, 40]):
+        caches = [[torch.ones(num_blocks, BLOCK, 2, 16) for _ in range(2)] for _ in range(2)]
+        with decoder_step.use("cpu"):
+            found.append(decoder_step(x.clone(), batch, packed, *caches, torch.tensor(rows[::-1]))[0])
+    assert all(torch.equal(row, found[0]) for row in found)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_caches_of_16_bits(dtype):
     compare(random_weights(layers=1), *random_batch([30, 7], [(12, 4)]), dtype=dtype, tolerance=1e-2)
