@@ -103,8 +103,8 @@ def num_blocks_that_fit(available: int, per_block: int, wanted: int | None, most
     if fits < needed:
         missing = (needed + 1) * per_block - available
         raise OutOfCacheMemory(
-            f"the KV cache needs {(needed + 1) * per_block / _MIB:.1f} MiB for {counted(needed, 'block', ',')} and a padding"
-            f" block, but only {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations:"
+            f"the KV cache needs {(needed + 1) * per_block / _MIB:.1f} MiB for {counted(needed, 'block', ',')} and a"
+            f" padding block, but only {max(available, 0) / _MIB:.1f} MiB are left beside weights and activations:"
             f" {missing / _MIB:.1f} MiB are missing; {remedy}"
         )
     return wanted if wanted is not None else min(fits, most_useful)
