@@ -1,11 +1,13 @@
 # make example    read text that a real model wrote, with or without a GPU
 # make test       the tests that guard a change; PYTEST_ARGS="-k gguf" narrows them
-# make test-all   every test: also emulated PTX, long simulations, the proofs
+# make test-rest  what `make test` leaves out: compiled kernels, emulated PTX, long simulations, the code of the docs
+# make test-all   every test that needs no GPU: both of these
 # make test-gpu   every test that runs on a GPU, in a process a core, then one summary; PYTEST_ARGS="--seconds 500"
 # make check      format, lint, types, the length of pages and sentences, links
 # make docs       the documentation as a site in build/docs, which opens from the disk
 # make wheel      a wheel with compiled C++ kernels, for this machine's kind; CXX=aarch64-linux-gnu-g++ for arm64
 # make pictures   the pictures of the documentation, from results/
+# make clean      remove the environment and what was built
 #
 # Needed: Python >= 3.10 with pip, and make. All targets share one environment, $(VENV).
 

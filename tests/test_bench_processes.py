@@ -3,10 +3,12 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,6 +79,7 @@ def test_a_whole_run_in_processes_of_its_own(whole_run):
     (row,) = json.loads((folder / "j.json").read_text())["rows"]
     assert row["error"] is None and row["repeats"][0]["output_tokens"] == 64
     assert (folder / "profile_trace.json").stat().st_size < 50e6
+    assert set(folder.glob("profile*.*")) <= {Path(name) for name in re.findall("^written: (.+)$", printed, re.M)}
     text = (folder / "profile_report.txt").read_text()
     for part in ("STEPS", "OPS, MOST DEVICE TIME FIRST", "HOST", "MEMORY", "attention_decode", "TFLOP/s"):
         assert part in text

@@ -36,6 +36,8 @@ def counts():
     layer = nn.BatchNorm1d(4)
     layer.num_batches_tracked = layer.num_batches_tracked.to("meta")
     return layer, (torch.randn(4, 4),)
+def single():
+    return nn.Linear(4, 4), (torch.randn(4, 4),)
 def no_rows():
     return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 8)), (torch.randn(0, 64),)
 """
@@ -79,6 +81,10 @@ def test_a_module_without_kernels(module, tmp_path):
         assert done.exit_code == 0 and "nothing to fuse, it runs no kernel" in done.output, (more, done.exception)
     assert json.loads(run("--module", f"{module}:identity", "--json", "-").output)["groups"] == []
     assert not list(tmp_path.rglob("fusion.json"))
+
+
+def test_one_kernel(module):
+    assert "\n1 kernel becomes 1: " in run("--module", f"{module}:single").output
 
 
 def test_a_preset():

@@ -47,7 +47,8 @@ def make_profile(
     assert record.rates is not None  # a caller without rates has no limits to show
     profile = summarize(traces[0], traces[-1], as_run[0], passes[-1][0]["costs"], record.rates, job.workloads[0], label)
     (folder / NUMBERS).write_text(json.dumps({"profile": profile.to_json(), "record": record.to_json()}))
-    return [f"written: {folder / TRACE}", *write_reports(profile, record, folder, plots)]
+    written = [f"written: {folder / name}" for name in (TRACE, NUMBERS)]
+    return [*written, *write_reports(profile, record, folder, plots)]
 
 
 def draw_again(numbers: Path, folder: Path, plots: bool) -> list[str]:

@@ -158,8 +158,9 @@ def _summary(report: Any) -> str:
         return "Every tensor is empty, so no kernel has anything to do."
     kernels, groups = sum(len(r.group.kernels) for r in report.rows), len(report.rows)
     served = sum(len(r.served.ops) == 1 and r.served.covered == r.served.kernels for r in report.rows)
+    become = "becomes" if kernels == 1 else "become"
     return (
-        f"{counted(kernels, 'kernel')} become {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us"
+        f"{counted(kernels, 'kernel')} {become} {groups}: {1e6 * report.unfused:.1f} -> {1e6 * report.fused:.1f} us"
         f" predicted, {report.unfused / report.fused:.1f} times as fast.\n"
         f"Groups that a single op of ours computes: {served} of {groups}."
     )

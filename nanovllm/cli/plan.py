@@ -26,9 +26,7 @@ app = typer.Typer(
     help="Predict which tiles, stages and warps a kernel should use on a GPU, and how long it runs. No GPU is needed.",
 )
 
-_Dtype = Annotated[
-    str, typer.Option(help="Type of the operands: bfloat16, float16, float32; gemm also takes tfloat32 and float8.")
-]
+_Floats = Annotated[str, typer.Option(help="Type of the elements: bfloat16, float16 or float32.")]
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,9 @@ def gemm(
     n: Annotated[int, typer.Option(help="Rows of the weight: outputs.")],
     k: Annotated[int, typer.Option(help="Columns of both.")],
     *,
-    dtype: _Dtype = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Type of x and of the output: bfloat16, float16, float32, tfloat32 or float8.")
+    ] = "bfloat16",
     weight: Annotated[str | None, typer.Option(help="Packed type of the weight: int4, int8 or float8.")] = None,
     group: Annotated[int, typer.Option(help="How many packed weights share a scale.")] = 128,
     shown: _ShownAndCompiled,
@@ -92,7 +92,7 @@ def attention(
     kv_heads: Annotated[int, typer.Option(help="Heads of keys and values.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Width of a head.")] = 128,
     causal: Annotated[bool, typer.Option(help="A token sees no later token.")] = True,
-    dtype: _Dtype = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Type of queries, keys and values: bfloat16 or float16.")] = "bfloat16",
     shown: _ShownAndCompiled,
 ) -> None:
     """Tiles of attention: query rows of a block, keys of a step."""
@@ -126,7 +126,9 @@ def conv(
     *,
     batch: Annotated[int, typer.Option(help="Images.")] = 1,
     window: _Window,
-    dtype: _Dtype = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option(help="Type of the operands: bfloat16, float16, float32 or tfloat32.")
+    ] = "bfloat16",
     shown: _Shown,
 ) -> None:
     """Tiles of a convolution, computed as a matrix product over image patches; channels innermost."""
@@ -150,7 +152,7 @@ def elementwise(
     inputs: Annotated[int, typer.Option(help="Tensors read, each as large as the result.")] = 1,
     outputs: Annotated[int, typer.Option(help="Tensors written.")] = 1,
     operations: Annotated[int, typer.Option(help="Instructions per element besides loads and stores.")] = 8,
-    dtype: _Dtype = "bfloat16",
+    dtype: _Floats = "bfloat16",
     shown: _ShownAndCompiled,
 ) -> None:
     """Blocks of an elementwise kernel: elements a thread, width of loads, warps."""
@@ -170,7 +172,7 @@ def reduction(
     rows: Annotated[int, typer.Option(help="Rows.")],
     size: Annotated[int, typer.Option(help="Elements of a row.")],
     *,
-    dtype: _Dtype = "bfloat16",
+    dtype: _Floats = "bfloat16",
     shown: _ShownAndCompiled,
 ) -> None:
     """Blocks of a row kernel: one pass if the row fits into registers, else pieces."""

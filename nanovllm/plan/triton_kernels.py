@@ -17,6 +17,8 @@ from nanovllm.plan.gemm_tiles import GemmProblem, GemmTile
 from nanovllm.plan.reduction_tiles import ReductionProblem, ReductionTile
 from nanovllm.plan.resources import cdiv, next_power_of_2, padded
 
+_PACKED_OPS = {"int4": "linear_int4", "int8": "linear_int8", "float8": "linear_fp8"}
+"""Packed weight -> the op that multiplies with it. Its kernel has other tiles than those that are planned."""
 TRITON_TYPE = {"float32": "fp32", "tfloat32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
@@ -29,14 +31,16 @@ def compile_gemm(tile: GemmTile, problem: GemmProblem, device: DeviceModel) -> R
     """`tma_kernel` or `tile_kernel` for row-major operands, without bias and activation.
 
     Raises:
-        ValueError: no kernel of ours multiplies packed weights or float8.
+        ValueError: neither of the two multiplies packed weights or float8.
     """
     from nanovllm.kernels.triton.gemm.tiled_kernel import tile_kernel, tma_kernel
 
     p, split = problem, tile.splits > 1
     if p.weight is not None or p.dtype not in TRITON_TYPE:
+        other = f"; `nanovllm tune {_PACKED_OPS[p.weight]}` times the kernel that does" if p.weight else ""
         raise ValueError(
-            f"gemm: no kernel of nanovllm multiplies {p.dtype} by {p.weight or p.dtype}: plans cannot be compiled"
+            f"--compile: the planned kernels, tma_kernel and tile_kernel, do not multiply {p.dtype} by "
+            f"{p.weight or p.dtype}{other}"
         )
     element = TRITON_TYPE[p.dtype]
     out = Pointer("fp32" if split else element)

@@ -6,6 +6,7 @@ it.
 """
 
 import random
+import re
 import statistics
 
 import pytest
@@ -32,6 +33,7 @@ from nanovllm.plan import (
 )
 from nanovllm.plan import gemm_tiles as gemm
 from nanovllm.plan import reduction_tiles as reduction
+from nanovllm.tune.jobs import check_tunable
 
 GEMMS = [
     GemmProblem(64, 4096, 4096), GemmProblem(1024, 6144, 2048, "float16"), GemmProblem(4096, 4096, 4096),
@@ -226,9 +228,15 @@ def test_what_is_kept_for_ampere_does_not_spill():
 
 def test_what_has_no_kernel():
     device = device_model("h100")
-    packed = GemmProblem(16, 256, 256, weight="int4")
-    with pytest.raises(ValueError, match="^gemm: no kernel of nanovllm multiplies bfloat16 by int4"):
-        triton_kernels.compile_gemm(plan_gemm(packed, device)[0].config, packed, device)
+    for weight in gemm.WEIGHTS:
+        packed = GemmProblem(16, 256, 256, weight=weight)
+        with pytest.raises(ValueError, match=f"do not multiply bfloat16 by {weight}; `nanovllm tune") as refused:
+            triton_kernels.compile_gemm(plan_gemm(packed, device)[0].config, packed, device)
+        (op,) = re.findall("nanovllm tune ([a-z0-9_]+)`", str(refused.value))
+        assert check_tunable(op) == op  # the command that the message names knows it
+    eight = GemmProblem(256, 256, 256, "float8")
+    with pytest.raises(ValueError, match="do not multiply float8 by float8$"):
+        triton_kernels.compile_gemm(plan_gemm(eight, device)[0].config, eight, device)
     four = ElementwiseProblem(1 << 20, 4)
     with pytest.raises(ValueError, match="^inputs: nanovllm has kernels of 1 to 3 inputs"):
         triton_kernels.compile_elementwise(plan_elementwise(four, device)[0].config, four, device)
