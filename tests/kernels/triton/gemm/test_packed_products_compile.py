@@ -77,13 +77,13 @@ def test_compiles_for_hopper_without_spills_and_copies_16_bytes(tmp_path, monkey
 @pytest.mark.parametrize(
     "capability, tokens, dtype, names",
     [
-        (90, 16, torch.bfloat16, NAMES), (90, 128, torch.bfloat16, NAMES), (90, 64, torch.bfloat16, NAMES[2::3]),
+        (90, 16, torch.bfloat16, NAMES[::2]), (90, 128, torch.bfloat16, NAMES), (90, 64, torch.bfloat16, NAMES[2::6]),
         (90, 8, torch.float16, NAMES[::3]), (80, 1, torch.bfloat16, NAMES[::2]), (80, 32, torch.bfloat16, NAMES[1::2]),
         (100, 128, torch.bfloat16, NAMES[1::3]),
     ],
 )  # fmt: skip
 def test_compiles_without_spills_and_copies_16_bytes(capability, tokens, dtype, names, tmp_path, monkeypatch):
-    """Every form of a weight for few and many tokens on sm_90; elsewhere they take turns."""
+    """Every form of a weight for many tokens on sm_90; elsewhere they take turns."""
     assert check(capability, tokens, dtype, tmp_path, monkeypatch, names) == len(names)
 
 

@@ -35,7 +35,7 @@ def sampling_arguments(rows, dtype, top_k, top_p, min_p):
     ids=str,
 )
 def test_sampling_does_not_spill(filters, dtype, capability, tmp_path):
-    for rows in (1, 256):
+    for rows in (1, 256) if (dtype, capability) == (torch.bfloat16, 90) else (256,):
         call = sampling_arguments(rows, dtype, *filters)
         for name, kernel, args, options in launches_of([("sample", lambda call=call: sample(*call))]):
             binary = compiled(kernel, args, options, capability)
