@@ -25,14 +25,15 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 # they do not keep one process busy while others have nothing to do.
 _LONGEST = (
     "test_interpreted.py", "test_attention_compile.py", "test_cpu_builds.py", "test_decode_hopper_ptx.py",
-    "test_plan_compile.py", "test_torch_library.py", "test_pages.py", "test_tiled_products_compile.py",
-    "test_sample_compile.py", "test_packed_products_compile.py", "test_moe_compile.py", "test_decode_hopper_plan.py",
-    "test_prefill_hopper_ptx.py", "test_api_servers.py", "test_rows_compile.py", "test_smollm2.py", "test_guide.py",
-    "test_quantised_accuracy.py", "test_same_tokens.py", "test_turns.py", "test_packed_products_ptx.py",
-    "test_small_products_compile.py", "test_fused_ops.py", "test_transformers_attention.py", "test_bench.py",
-    "test_quantised_checkpoints.py", "test_cli.py", "test_profiler.py", "test_verify_jobs.py", "test_ranks.py",
-    "test_custom_kernels.py", "test_quickstart.py", "test_cpu_threads.py", "test_beside_vllm.py",
-    "test_cuda_kernels.py", "test_cli_lab.py", "test_policy.py", "test_greedy.py", "test_async_llm.py",
+    "test_guide.py", "test_plan_compile.py", "test_torch_library.py", "test_api_servers.py", "test_pages.py",
+    "test_tiled_products_compile.py", "test_sample_compile.py", "test_packed_products_compile.py",
+    "test_moe_compile.py", "test_decode_hopper_plan.py", "test_prefill_hopper_ptx.py", "test_server.py",
+    "test_packed.py", "test_rows_compile.py", "test_smollm2.py", "test_quantised_accuracy.py",
+    "test_same_tokens.py", "test_turns.py", "test_packed_products_ptx.py", "test_small_products_compile.py",
+    "test_fused_ops.py", "test_transformers_attention.py", "test_bench.py", "test_quantised_checkpoints.py",
+    "test_cli.py", "test_profiler.py", "test_verify_jobs.py", "test_ranks.py", "test_custom_kernels.py",
+    "test_quickstart.py", "test_cpu_threads.py", "test_beside_vllm.py", "test_cuda_kernels.py", "test_lab.py",
+    "test_tensor_parallel.py", "test_cli_lab.py", "test_policy.py", "test_greedy.py", "test_async_llm.py",
     "test_cli_fuse.py", "test_cli_kernels.py",
 )  # fmt: skip
 

@@ -130,7 +130,7 @@ TRACEABLE = sorted(
 @pytest.mark.parametrize("name", some(TRACEABLE))
 def test_opcheck_of_arguments_that_require_grad(name):
     op = all_ops()[name]
-    for arguments in cases(op):
+    for arguments in list(cases(op))[0 if name in OF_EACH_KIND else -1 :]:
         opcheck(getattr(torch.ops.nanovllm, name).default, leaves(op, arguments))
 
 
