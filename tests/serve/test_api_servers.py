@@ -114,7 +114,7 @@ def join(threads):
 
 @pytest.fixture(scope="module")
 def several(model_path, tmp_path_factory):
-    with Running(model_path, tmp_path_factory.mktemp("several")) as running:
+    with Running(model_path, tmp_path_factory.mktemp("several"), f"--drain={LONG}") as running:
         yield running
 
 
@@ -187,13 +187,22 @@ def test_an_engine_that_dies_is_told_by_all_processes(several):
 
 
 @pytest.mark.slow
-def test_without_restarts_no_connection_goes_to_a_process_that_has_died(model_path, tmp_path):
+def test_without_restarts_no_connection_goes_to_a_process_that_has_died_and_none_outlives_the_first(
+    model_path, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with Running(model_path, tmp_path, "--restart", "never") as server:
+        parts = server.parts
+        assert list(tmp_path.glob("nanovllm-*/engine"))
+        assert sorted(parts.values()) == ["api_process"] * (COUNT - 1) + ["engine_process"]
         os.kill(server.pids("api_process")[0], signal.SIGKILL)
         wait_until(lambda: any("ended with signal 9" in line for line in server.said))
         for client in server.clients(30):
             assert client.get("/health").json()["reason"] == "API process 1 is not running"
             client.close()
+        server.process.kill()
+        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
+    assert not list(tmp_path.glob("nanovllm-*"))
 
 
 @pytest.mark.slow
@@ -231,35 +240,33 @@ def test_a_process_that_does_not_answer_is_unhealthy(several):
     wait_until(several.healthy)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("signals", [1, 2])
-def test_a_drain_reaches_all_processes(model_path, tmp_path, signals):
-    with Running(model_path, tmp_path, f"--drain={LONG}") as server:
-        parts = server.parts
-        threads, ended = server.streams(12, n=8)
-        wait_until(lambda: server.metric("nanovllm:requests_open") == 12)
-        (tmp_path / "no step").touch()
-        for pid in (server.process.pid, *parts):  # as systemd does
-            os.kill(pid, signal.SIGTERM)
-        wait_until(server.refuses)
-        if signals == 2:
-            server.process.send_signal(signal.SIGTERM)
-        (tmp_path / "no step").unlink()
-        join(threads)
-        assert server.process.wait(LONG) == 0
-        whole = [text for text in ended if '"error"' not in text]
-        assert len(ended) == 12 and "cut" not in ended and (len(whole) == 12 if signals == 1 else len(whole) < 12)
-        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
+def check_drain(server, signals):
+    parts = server.parts
+    threads, ended = server.streams(12, n=8)
+    wait_until(lambda: server.metric("nanovllm:requests_open") == 12)
+    (server.folder / "no step").touch()
+    for pid in (server.process.pid, *parts):  # as systemd does
+        os.kill(pid, signal.SIGTERM)
+    wait_until(server.refuses)
+    if signals == 2:
+        server.process.send_signal(signal.SIGTERM)
+    (server.folder / "no step").unlink()
+    join(threads)
+    assert server.process.wait(LONG) == 0
+    whole = [text for text in ended if '"error"' not in text]
+    assert len(ended) == 12 and "cut" not in ended and (len(whole) == 12 if signals == 1 else len(whole) < 12)
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
     assert "Traceback" not in "".join(server.said)
 
 
 @pytest.mark.slow
-def test_nothing_outlives_the_first_process(model_path, tmp_path, monkeypatch):
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with Running(model_path, tmp_path) as server:
-        parts = server.parts
-        assert list(tmp_path.glob("nanovllm-*/engine"))
-        assert sorted(parts.values()) == ["api_process"] * (COUNT - 1) + ["engine_process"]
-        server.process.kill()
-        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in parts))
-    assert not list(tmp_path.glob("nanovllm-*"))
+def test_a_second_signal_cuts_a_drain_short(model_path, tmp_path):
+    with Running(model_path, tmp_path, f"--drain={LONG}") as server:
+        check_drain(server, 2)
+
+
+@pytest.mark.slow
+def test_a_drain_reaches_all_processes(several):
+    """The last test: it ends the server that the others share, after what they did to it."""
+    wait_until(several.healthy)
+    check_drain(several, 1)
