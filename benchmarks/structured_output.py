@@ -130,7 +130,7 @@ class Stages:
         return noted
 
     def steady_rate(self, num_requests: int) -> float:
-        """Tokens a second while all of so many requests decode: requests of one completion that were given together.
+        """Tokens a second while all of `num_requests` decode: requests of one completion that were given together.
 
         Raises:
             ValueError: there were too few such steps.

@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
         "--profile",
         type=int,
         metavar="LAYERS",
-        help="nothing but the kernels of rank 0's decode steps, in order, of a model with so many layers",
+        help="only print the kernels of rank 0's decode steps, in order, for a model with this number of layers",
     )
     p.add_argument("--kernels", default="", help='JSON of kernel_priority, such as \'{"all_reduce": ["native"]}\'')
     return p

@@ -57,7 +57,7 @@ def write_tasks(folder: Path, items: int) -> list[str]:
     spans = [span for span in spans if len(span) == CONTEXT_WORDS + END_WORDS]
     rng = random.Random(0)
     if items > len(spans):
-        raise ValueError(f"--items {items}: there are {len(spans)} paragraphs; ask for at most so many")
+        raise ValueError(f"--items {items}: there are {len(spans)} paragraphs; ask for at most {len(spans)}")
     ends = []
     for index in rng.sample(range(len(spans)), items):
         others = rng.sample([s for i, s in enumerate(spans) if i != index], CHOICES - 1)

@@ -248,8 +248,8 @@ def _with_early_reading(
 
     A kernel that is launched early reads its weights in the time of the op before it; a trace does not tell how much.
     If its own time is less than what the op needs by the measured rates, at least the difference was spent before its
-    turn: so much of the time of the ops that it ran beside, as far as those do not need it, is its own. The sum stays
-    what it was. An op that is still too fast after that has a wrong account.
+    turn. This difference is moved to it from the ops that it ran beside, as far as they do not need it. The sum stays
+    the same. An op that is still too fast after that has a wrong account.
     """
     times = dict(device)
     for owner, floor in floors.items():

@@ -88,7 +88,7 @@ def facts(profile: Profile) -> list[str]:
         )
     if early := [f"{o.phase} {o.label} {o.read_early_us:.1f} us" for o in profile.ops if o.read_early_us]:
         lines.append(
-            "Some ops read so much early that their own time is less than the limit allows. They are shown at 100 %, "
+            "Some ops read much of their data early, so their own time is below the limit. They are shown at 100 %, "
             f"with the missing time taken from the ops before them: {', '.join(early)}."
         )
     return lines

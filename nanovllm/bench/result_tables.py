@@ -82,7 +82,7 @@ class TextTable:
         return " ".join(f"{cells[i]:{'<' if i < 2 else '>'}{self._widths[i]}}" for i in self._columns)
 
 
-_FOREIGN = 0.1  # processors; so much a system's own services may take
+_FOREIGN = 0.1  # processors that the system's own services may use
 
 
 def foreign_load(row: ResultRow) -> float:

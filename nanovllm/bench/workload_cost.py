@@ -228,7 +228,7 @@ def workload_work(
 
     Args:
         quantised: elements of all layers' matrices that are multiplied with activations of 8-bit floats, in a step of
-            so many tokens. None: of none.
+            this number of tokens. None: there are none.
     """
     steps = max(item.num_output for item in items)
     prompts = sum(len(item.prompt) - shared_prefix for item in items) + shared_prefix

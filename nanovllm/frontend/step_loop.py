@@ -142,7 +142,7 @@ class StepLoop:
             self._leave(waiter)
 
     def end(self, waiter: Waiter, requests: Iterable[Request]) -> None:
-        """Take back what is left of the requests that a waiter waited for."""
+        """Abort the requests of a waiter that have not ended."""
         for request in requests:
             self._engine.abort(request)
         waiter.close()

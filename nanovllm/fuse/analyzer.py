@@ -192,8 +192,8 @@ class FusionAnalyzer:
         if d.made or d.both is None or d.gain > 0:
             return d
         e = self.cost.fused(d.both)
-        why = [f"{1e6 * e.repeated:.1f} us of it work that every tile repeats"] if e.repeated > 1e-7 else []
+        why = [f"{1e6 * e.repeated:.1f} us for work that every tile repeats"] if e.repeated > 1e-7 else []
         why += ["rows read twice"] if e.passes > 1 else []
         why += [f"occupancy {100 * e.occupancy:.0f} %"] if e.occupancy < 0.25 else []
         details = f" ({', '.join(why)})" if why else ""
-        return replace(d, reason=f"as one it would take {1e6 * e.seconds:.1f} us{details}")
+        return replace(d, reason=f"one kernel would take {1e6 * e.seconds:.1f} us{details}")

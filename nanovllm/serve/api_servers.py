@@ -130,7 +130,7 @@ class ApiServers:
             self._loop.call_soon_threadsafe(self._drain)
 
     async def ended(self, seconds: float) -> None:
-        """Wait for the end of the other processes, at most for so long."""
+        """Wait until the other processes have ended, for at most `seconds`."""
         running = [p.process for p in self._processes if p.process is not None]
         waits = [asyncio.to_thread(process.wait, seconds) for process in running]
         await asyncio.gather(*waits, return_exceptions=True)
@@ -186,7 +186,7 @@ class ApiServers:
         assert process.process is not None
         logger.error("API process %d ended with %s", process.index, await asyncio.to_thread(end_of, process.process))
         if not self._restart:
-            process.listening.close()  # or the kernel would deal it connections, which nobody would answer
+            process.listening.close()  # else the kernel would give it connections that no process answers
         while self._restart:
             await asyncio.sleep(process.delay.died())
             if self._draining:
@@ -206,7 +206,7 @@ class ApiServers:
             process.listening.close()  # what it has not accepted is refused, as that of the first process
             if process.ready and process.channel is not None:
                 process.channel.send(DRAIN)
-            elif process.process is not None:  # it serves nobody
+            elif process.process is not None:  # it has no clients
                 process.process.kill()
 
     def _start_task(self, running: Any) -> None:

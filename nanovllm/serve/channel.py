@@ -1,4 +1,4 @@
-"""Messages between API processes, and an answer that all who ask meanwhile share."""
+"""Messages between API processes, and one answer for all callers that ask at the same time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Channel:
 
 
 class Gathering:
-    """Runs one call at a time, whose result is that of everybody who asks meanwhile."""
+    """Runs one call at a time. All callers that ask while it runs get its result."""
 
     def __init__(self) -> None:
         self._task: asyncio.Task[Counts] | None = None

@@ -54,7 +54,7 @@ def read_one(sock: socket.socket) -> tuple[int | None, bytes]:
 
 
 def _exactly(sock: socket.socket, size: int) -> bytes:
-    """So many bytes, or none."""
+    """Exactly `size` bytes, or an empty result if the connection ended before."""
     found = bytearray()
     while len(found) < size:
         try:

@@ -62,7 +62,7 @@ class Outbox:
             self._wait_for_reader()
 
     def flush(self, seconds: float) -> None:
-        """Wait until everything was sent, at most for so long."""
+        """Wait until everything was sent, for at most `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or not self._behind, seconds)
 
@@ -76,7 +76,7 @@ class Outbox:
                 pass
 
     def join(self, seconds: float) -> None:
-        """After `close`: wait for the thread that sends, at most for so long."""
+        """After `close`: wait for the thread that sends, for at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -149,7 +149,7 @@ class FrontEnds:
             self._start("accept", self._accept, core, listener)
 
     def close(self, seconds: float = _THREAD_SECONDS) -> None:
-        """Close the connections and wait for the threads, at most for so long.
+        """Close the connections and wait for the threads, for at most `seconds`.
 
         To be called before the process ends: a thread that is in C++ code while the interpreter ends, for example
         since the last reference to a tensor goes there, aborts the process.
@@ -183,7 +183,7 @@ class FrontEnds:
     def _receive_first(self, core: EngineCore, listener: socket.socket | None) -> None:
         _receive(self._frames, core)
         cut_off = self._closed or self._outboxes[0].cut_off
-        if listener is not None and not cut_off:  # it may have been killed: nobody else does this
+        if listener is not None and not cut_off:  # a process that was killed did not do this
             path = Path(listener.getsockname())
             with suppress(OSError):
                 path.unlink()

@@ -208,8 +208,8 @@ def application(
 
     Args:
         stderr: the path of a `shared_stderr`, on the machine of all replicas; None: their logs are in files of Ray.
-        start_attempts: it has failed if so many replicas could not start, and none could. Ray takes at most three for
-            each replica.
+        start_attempts: the application has failed after this number of failed starts, if no replica could start. Ray
+            makes at most three attempts for each replica.
     """
     given = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}
     stats: dict[str, Any] = {"request_routing_stats_period_s": _STATS_SECONDS}

@@ -75,7 +75,7 @@ class ReplicaOptions:
         """The options of the deployment that say how many replicas there are."""
         if self.max_replicas is None or self.max_replicas == self.replicas:
             return {"num_replicas": self.replicas}
-        # A replica with so many open requests computes all of them: what comes on top would wait.
+        # A replica computes this number of requests at a time; further requests would wait.
         return {
             "autoscaling_config": {
                 "min_replicas": self.replicas, "max_replicas": self.max_replicas,

@@ -24,7 +24,7 @@ _STACK = 2 * 2**20
 """Bytes of stack for a check, a quarter of what a thread usually has: what passes here has room elsewhere."""
 _REMEMBERED = 256
 _BUSY = 20
-"""A grammar may take so many times as long as the processor works for it."""
+"""Most seconds that a check may take for each second of processor time that it uses."""
 
 
 class GrammarChecker:

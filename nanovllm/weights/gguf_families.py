@@ -63,7 +63,7 @@ def _phi3(value: Value, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(value: Value, config: Mapping[str, Any], pattern: int, large: int) -> dict[str, Any]:
-    """pattern: every so many layers one has full attention. large: layers of the model that scales queries by
+    """pattern: of this number of layers, one has full attention. large: layers of the model that scales queries by
     hidden_size / heads; files do not say it.
     """
     layers = config["num_hidden_layers"]

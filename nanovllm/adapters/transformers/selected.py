@@ -111,7 +111,7 @@ class Selection:
         return kernels
 
     def function(self, op: str, weight: torch.Tensor, tokens: int) -> Callable[..., Any] | None:
-        """The provider's function of an op, if it is faster with this weight and so many tokens than its parts."""
+        """The provider's function of an op, if it is faster than its parts with this weight and `tokens` tokens."""
         kernels = self.kernels(weight.device)
         provider = kernels.provider(op)
         counts = provider.num_tokens_fn

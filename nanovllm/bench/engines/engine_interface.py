@@ -38,7 +38,7 @@ class Engine(Protocol):
         """Serve the requests, all at once if they arrive at 0, else as they arrive.
 
         An engine may have a `warm_up` too, which is called instead before what is measured, and
-        `quantised_weights(num_tokens)`, weights of the layers that a step of so many tokens multiplies with activations
+        `quantised_weights(num_tokens)`, weights of the layers that a step of `num_tokens` multiplies with activations
         of 8-bit floats.
         """
 

@@ -100,7 +100,7 @@ class Request:
         listener: called with the request by the thread that runs the engine's steps: when a completion ended, when the
             request was lost, and for an incremental request when it got a token. It must be quick and must not raise.
         name: what its client calls it, for logs; None: it has no name but `request_id`.
-        client: who has sent it, as far as a server tells its clients apart.
+        client: the name of the client that sent it, if the server distinguishes clients.
         failure: what a failed step raised, if the request was lost by it.
         arrival_time, first_token_time, finish_time: on the clock `time.perf_counter`.
         arrival_date: seconds since the epoch.

@@ -117,7 +117,7 @@ def _what_failed(name: str, error: BaseException) -> str:
 
 
 def _ops_like(key: tuple[object, ...]) -> str:
-    """Names of ops that someone may have meant by a name that is none; empty: there are none."""
+    """Ops whose names resemble a name that no op has; empty if none does."""
     name = str(key[0]) if key else ""
     # The key may be that of any dict of the plugin: a short one is part of many names.
     near = [op for op in all_ops() if len(name) > 4 and op.startswith(name)][:3]

@@ -110,8 +110,8 @@ def plan_ring(
         if sums:
             return PackedCudaPlan(2, 12, 1, 1) if groups >= _LONG_GROUPS else PackedCudaPlan(2, 8, 2, 1)
         if kind == "Q6_K" and rows >= _MANY_WAVES_ROWS and groups >= 2 * RING_STAGES:
-            # A block of 64 rows has so many scales that four blocks have room, 16 warps. Of 16 rows six have room: more
-            # bytes are on their way. In fewer waves the kernel behind, which starts with the last, would be later.
+            # The scales of a block of 64 rows leave room for four blocks, 16 warps. With 16 rows there is room for six,
+            # which load more bytes at a time. With fewer waves the next kernel, which starts with the last, is later.
             return PackedCudaPlan(1, 4, 1, 1)
         if large:
             return PackedCudaPlan(4, 8 if kind == "int4" else 4, 1, 1)
@@ -237,7 +237,7 @@ class ScalePlane:
     """2^shift steps share an element; below 0: a step has 2^-shift of them."""
 
     def room(self, steps: int) -> int:
-        """Bytes for the elements of so many steps, copied in pieces of 16 bytes wherever they begin."""
+        """Bytes for the elements of this number of steps, copied in pieces of 16 bytes wherever they begin."""
         elements = (steps >> self.shift) + 2 if self.shift > 0 else steps << -self.shift
         return -(-(elements * self.bytes + 16 - self.bytes) // 16) * 16
 

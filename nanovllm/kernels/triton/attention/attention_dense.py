@@ -20,7 +20,7 @@ from nanovllm.kernels.triton.attention.prefill import attention_prefill
 BLOCK = 64
 """Tokens of a block: what the decode kernel for Hopper asks for at least."""
 FEW_QUERIES = 8
-"""Up to so many queries a sequence are for the decode kernels, which split long contexts."""
+"""Sequences of at most this number of queries run in the decode kernels, which split long contexts."""
 
 
 def attention_dense(

@@ -4,8 +4,8 @@ The program of a sequence's first piece merges. The others send it their results
 block has room for the results of all of its cluster, in a variable that Triton knows nothing of: a barrier first, then
 `CLUSTER` times [GROUP, HEAD_DIM] float32, then as many times [GROUP, 2] float32, the maximum and the sum.
 
-A block's shared memory may be written by others from the beginning of all blocks of the cluster on, which `meet` waits
-for, to its own end, which comes after what it waits for. Nobody writes to the other blocks: they may end at any time.
+Other blocks may write to the merging block's shared memory once all blocks of the cluster have begun, for which `meet`
+waits, until it ends, which is after all that it waits for. No block writes to the others, so they may end at any time.
 """
 
 from triton.experimental import gluon

@@ -23,8 +23,11 @@ EMPTY = {2: -(1 << 15), 4: -(1 << 31)}
 INTEGERS = {2: (torch.int16, tl.int16), 4: (torch.int32, tl.int32)}
 """Integers of an element's bytes, of PyTorch and of Triton."""
 PLACES = {2: INTEGERS[4 if INTERPRETED else 2], 4: INTEGERS[4]}
-"""What a place that awaits an element of so many bytes holds. A GPU reads and writes an element in one access. Triton's
-interpreter copies 2 bytes in two accesses and 4 in one, so a rank could read half of a value in a place of 2 bytes."""
+"""Bytes of an element -> the integers of the place that it is written to.
+
+A GPU reads and writes an element in one access. Triton's interpreter copies 2 bytes in two accesses and 4 in one, so a
+rank could read half of a value in a place of 2 bytes.
+"""
 _NOTHING = "nothing"
 
 

@@ -34,7 +34,7 @@ _UNEVEN_ROWS = range(132 * ROWS + 1, 198 * ROWS + 1)
 
 On an H200 a layer with a gate and up of 12,288 x 4096, 192 programs, takes 5.3 and 5 us less by the library at 96 and
 128 tokens, and with one of 12,288 x 2048 1.8 and 1.7; at 64 tokens 1.2 and 0.2, about what such timings differ by.
-Weights of other layers with so many rows were not timed. They take the same limit.
+Other weights with this number of rows were not timed. They have the same limit.
 """
 _TOKENS_OF_UNEVEN = 64
 _ROUTER_ROWS = 4 * ROWS
