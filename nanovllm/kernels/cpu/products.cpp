@@ -116,21 +116,22 @@ constexpr int SUMMED = PANELS_OF_CODES ? 64 : PANEL_GROUPS * GROUP;
 template <typename Element>
 constexpr int COLUMNS_OF = std::is_same_v<Element, float> ? 1 : 2;
 
-// A tile for M tokens, at most FEW.
+// A tile for M tokens, at most FEW, in the order of memory: a processor fetches such a stream by itself. One or two tokens leave
+// it time, and instructions that fetch ahead are slower. Even columns are one sum, odd ones another.
 template <typename T, int M>
 inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-    constexpr int AHEAD = 6144, PIECE = T::BYTES / T::GROUPS / LANES;  // bytes of two columns
+    constexpr int AHEAD = M < 3 ? 0 : 6144, PIECE = T::BYTES / T::GROUPS / LANES;  // bytes of two columns
     const int64_t blocks = blocks_of<T>(w.columns);
     const float* values = x.values + token * x.stride;
     const uint8_t* block = w.data + tile * blocks * T::BYTES;
-    Floats low[M] = {}, high[M] = {};
+    Floats even[M] = {}, odd[M] = {};
     const auto two_columns = [&](int j, int i) {
         // Tiles follow each other in memory. One line after the other: many at once would hold up the loads between them.
-        for (int k = 0; k < PIECE; k += 64) __builtin_prefetch(block + AHEAD + (j * LANES + i) * PIECE + k);
-        const Rows left = T::column(block, j, i);
-        for (int m = 0; m < M; m++) add_product(low[m], left, values[m * x.stride + i]);
-        const Rows right = T::column(block, j, i + LANES);
-        for (int m = 0; m < M; m++) add_product(high[m], right, values[m * x.stride + i + LANES]);
+        for (int k = 0; AHEAD && k < PIECE; k += 64) __builtin_prefetch(block + AHEAD + (j * LANES + i) * PIECE + k);
+        const Rows left = T::column(block, j, 2 * i);
+        for (int m = 0; m < M; m++) add_product(even[m], left, values[m * x.stride + 2 * i]);
+        const Rows right = T::column(block, j, 2 * i + 1);
+        for (int m = 0; m < M; m++) add_product(odd[m], right, values[m * x.stride + 2 * i + 1]);
     };
     for (int64_t b = 0; b < blocks; b++, block += T::BYTES)
         for (int j = 0; j < T::GROUPS; j++, values += GROUP)
@@ -141,7 +142,7 @@ inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, c
 #pragma GCC unroll 4
                 for (int i = 0; i < LANES; i++) two_columns(j, i);
             }
-    for (int m = 0; m < M; m++) out.put(token + m, tile, low[m] + high[m]);
+    for (int m = 0; m < M; m++) out.put(token + m, tile, even[m] + odd[m]);
 }
 
 // A tile for any number of tokens. After the first of them its weights are in a cache.
