@@ -17,7 +17,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import Match, PatternMatcherPass, fwd_only, register_replacement
 
-from nanovllm.adapters.inductor.patterns import misfit, patterns_of
+from nanovllm.adapters.inductor.patterns import Pattern, misfit, patterns_of
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.provider import NATIVE
 from nanovllm.kernels.op.selection import default_choice
@@ -107,17 +107,16 @@ class FusedOps(CustomGraphPass):
         with torch.no_grad():
             for p in patterns_of(name):
                 register_replacement(
-                    p.search, p.replace, p.examples, fwd_only, [found], extra_check=partial(self._may_replace, name),
+                    p.search, p.replace, p.examples, fwd_only, [found], extra_check=partial(self._may_replace, name, p),
                     scalar_workaround=p.scalars, skip_duplicates=True,
                 )  # fmt: skip
         return found
 
-    def _may_replace(self, name: str, match: Match) -> bool:
-        given = (match.kwargs.get(parameter) for parameter in all_ops()[name].signature.parameters)
-        values = [node.meta["val"] for node in given if isinstance(node, torch.fx.Node)]
-        reason = misfit(name, values)
-        if reason is None and not self._reference_too and _only_reference(name, values[0].device):
-            reason = f"only the reference runs on {values[0].device}"
+    def _may_replace(self, name: str, pattern: Pattern, match: Match) -> bool:
+        tensors = _tensors_of(match, pattern, list(all_ops()[name].signature.parameters))
+        reason = tensors if isinstance(tensors, str) else misfit(name, tensors)
+        if not isinstance(tensors, str) and not self._reference_too and _only_reference(name, tensors[0].device):
+            reason = reason or f"only the reference runs on {tensors[0].device}"
         # Another spelling of the pattern, with its arguments in another order, may have been tried at this place.
         place = self._graphs, match.nodes[-1].name
         self._left = {known for known in self._left if known[2:] != place}
@@ -155,6 +154,24 @@ class InTurn(CustomGraphPass):
     def uuid(self) -> Any:
         found = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._passes]
         return None if None in found else tuple(found)
+
+
+def _tensors_of(match: Match, pattern: Pattern, parameters: list[str]) -> list[torch.Tensor] | str:
+    """The tensors of a match, without data, in the order of the op's parameters; why it is no call of the op."""
+    if any(node.kwargs.get("alpha", 1) != 1 for node in match.nodes):  # which the pattern does not look at
+        return "a sum with a factor (alpha)"
+    tensors = []
+    for name in (p for p in parameters if p in match.kwargs):
+        value = match.kwargs[name]
+        value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
+        if name in pattern.scalars:
+            if not isinstance(value, (int, float)):
+                return f"{name} is no constant of the graph, as in a model that was compiled with dynamic=True"
+        elif isinstance(value, torch.Tensor):
+            tensors.append(value)
+        else:
+            return "a number in the place of a tensor"
+    return tensors
 
 
 def _only_reference(name: str, device: torch.device) -> bool:

@@ -152,6 +152,34 @@ def test_what_is_no_call_of_the_op_is_left():
     assert said[2] == "tensors of several dtypes: bfloat16, float32"
 
 
+def test_sums_with_a_factor_and_numbers_are_no_arguments_of_the_ops():
+    """`torch.add(x, y, alpha=2)`, a number in the place of a tensor, and a size that varies."""
+
+    def several(x, y, row):
+        scaled = torch.add(x, y, alpha=2)
+        products = torch.add(y, x * row, alpha=3), x * 2 + 1, x * x.shape[0] + row
+        return norm(scaled, row), F.gelu(torch.add(x, row, alpha=2)), F.gelu(y + 1.5), norm(x, 1.5), *products
+
+    fused = FusedOps(OPS, reference_too=True)
+    x, y = torch.randn(3, 16), torch.randn(3, 16)
+    for rows in (x, y):
+        torch._dynamo.mark_dynamic(rows, 0)
+    compared(several, [x, y, torch.randn(16)], fused)
+    assert fused.report().replaced == {"rms_norm": 1}
+    why = {reason for _, reason in fused.report().left}
+    assert why == {"a sum with a factor (alpha)", "a number in the place of a tensor"}
+
+
+def test_an_eps_that_is_no_constant():
+    """With dynamic=True numbers of a model become inputs of its graph."""
+    fused = FusedOps(reference_too=True)
+    compiled = torch.compile(norm, backend=without_code, options=fused.options(), dynamic=True)
+    arguments = torch.randn(3, 16), torch.randn(16), 1e-3
+    torch.testing.assert_close(compiled(*arguments), norm(*arguments))
+    ((op, why),) = fused.report().left
+    assert op == "rms_norm" and why.startswith("eps is no constant") and not fused.report().replaced
+
+
 def test_a_value_that_is_kept_is_not_fused_away():
     def both(x, weight):
         wide = x.float()
