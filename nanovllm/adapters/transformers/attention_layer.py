@@ -15,7 +15,7 @@ from torch import nn
 from nanovllm.adapters.transformers.attn_implementation import CACHES, NAME, RECORD, register_attention
 from nanovllm.adapters.transformers.norms import NormKind, Norms
 from nanovllm.adapters.transformers.patches import Packed
-from nanovllm.adapters.transformers.probe import hooked, is_linear, random, run, same, stand_in
+from nanovllm.adapters.transformers.probe import changed_linear, hooked, is_linear, random, run, same, stand_in
 from nanovllm.adapters.transformers.selected import Call, differentiated
 
 Tensor = torch.Tensor
@@ -140,15 +140,17 @@ class AttentionCalls:
 
 def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str | None:
     """What an attention module does; why that is not what the ops do; None: it is no attention module."""
-    projections = next((names for names in PROJECTIONS if all(is_linear(module._modules.get(n)) for n in names)), None)
+    projections = next((names for names in PROJECTIONS if all(module._modules.get(n) for n in names)), None)
     config, head_dim = module.__dict__.get("config"), module.__dict__.get("head_dim")
-    if (
-        projections is None
-        or config is None
-        or not isinstance(head_dim, int)
-        or not is_linear(module._modules.get("o_proj"))
-    ):
+    last = module._modules.get("o_proj")
+    if projections is None or config is None or not isinstance(head_dim, int) or last is None:
         return None
+    layers = [*(module._modules[name] for name in projections), last]
+    if not all(is_linear(layer) for layer in layers):
+        # A module with experts among its projections is none of ours.
+        return (
+            "a projection is no plain linear layer" if all(is_linear(x) or changed_linear(x) for x in layers) else None
+        )
     code = sys.modules[type(module).__module__]
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
     cache = next((name for name in CACHES if name in parameters), None)

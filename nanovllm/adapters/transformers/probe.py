@@ -74,3 +74,10 @@ def hooked(*modules: nn.Module) -> bool:
 def is_linear(module: Any) -> bool:
     """Whether it is a plain linear layer, not a quantised or adapted one."""
     return type(module) is nn.Linear
+
+
+def changed_linear(module: nn.Module) -> str | None:
+    """Why a module with the sizes of a linear layer is left alone: it is another class. None: it is no such module."""
+    if is_linear(module) or not hasattr(module, "in_features") or not hasattr(module, "out_features"):
+        return None
+    return "no plain linear layer: quantised, adapted or of another kind"

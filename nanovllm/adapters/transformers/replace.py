@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Container
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from nanovllm.adapters.transformers.mlp import MLPCalls, MLPKind, MLPs, mlp_forw
 from nanovllm.adapters.transformers.norms import Norms, norm_forward, unsuited_norm
 from nanovllm.adapters.transformers.own_masks import computes_with_masks
 from nanovllm.adapters.transformers.patches import Packed, Patches, foreign_forward
-from nanovllm.adapters.transformers.probe import hooked, is_linear, plain_parameter
+from nanovllm.adapters.transformers.probe import changed_linear, hooked, is_linear, plain_parameter
 from nanovllm.adapters.transformers.report import Outcomes
 from nanovllm.adapters.transformers.selected import Call, Selection, differentiated
 from nanovllm.adapters.transformers.stack import Stack, install
 from nanovllm.wording import counted
+
+_SOFT_CAP = "attn_logit_softcapping"
+"""In a configuration: the soft cap of scores, of attention whose forward is not known."""
 
 
 class Replacing:
@@ -49,7 +53,10 @@ class Replacing:
         """Replace what can be replaced. Attention modules are recognised before anything within them is changed."""
         modules = [m for m in self._model.modules() if m not in self._excluded]
         attention = {m: recognise_attention(m, self._norms) for m in modules if "layer_idx" in m.__dict__}
-        self.caps_scores = any(isinstance(k, AttentionKind) and "softcap" in k.constants for k in attention.values())
+        self.caps_scores = any(
+            "softcap" in k.constants if isinstance(k, AttentionKind) else getattr(m.config, _SOFT_CAP, None) is not None
+            for m, k in attention.items() if k is not None
+        )  # fmt: skip
         self._attention = [m for m, kind in attention.items() if kind is not None]
         for module, kind in attention.items():
             if kind is not None:
@@ -75,6 +82,8 @@ class Replacing:
         for module in modules:
             if is_linear(module) and module not in packed:
                 self._linear(module)
+            elif "linear" in self._selection.wanted and (reason := changed_linear(module)) is not None:
+                self._outcomes.left(module, "linear", reason)
 
     def stacks(self, captures: bool) -> None:
         """Let each list of decoder layers that can be one loop be one. The attention functions have been chosen."""
@@ -104,7 +113,8 @@ class Replacing:
     def _attention_call(self, module: Any) -> Call | str:
         if computes_with_masks(module.config):
             return "attention of its model computes with masks"
-        return self._call("attention_dense", next(module.parameters()))
+        # Projections that are quantised may have no parameter.
+        return self._call("attention_dense", next(chain(module.parameters(), self._model.parameters())))
 
     def choose(self, module: nn.Module, call: Call) -> None:
         """Let a module's attention function run this provider."""

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from nanovllm.adapters.transformers import OPS, apply, undo
 from nanovllm.kernels import all_ops
-from tests.adapters.models import prompts, tiny
+from tests.adapters.models import prompts, put_in, tiny
 from tests.providers import registered
 
 
@@ -280,3 +280,27 @@ def test_offloaded_weights_are_left(model, tmp_path):
 @pytest.fixture(autouse=True)
 def logs(caplog):
     caplog.set_level(logging.WARNING, logger="nanovllm")
+
+
+class OtherLinear(nn.Linear):
+    """As bitsandbytes, quanto and PEFT have them: what it computes is its own affair."""
+
+    def forward(self, x):
+        return super().forward(x) * 0.5
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Gemma2"])
+def test_linear_layers_of_other_classes_are_left_and_named(architecture):
+    model = tiny(architecture).requires_grad_(False)
+    for module in list(model.modules()):
+        if type(module) is nn.Linear and module is not model.lm_head:
+            module.__class__ = OtherLinear
+    expected = model(**prompts()).logits
+    with put_in(model) as report:
+        torch.testing.assert_close(model(**prompts()).logits, expected, rtol=0, atol=2e-5)
+    left = {(row.module, row.op): row for row in report.left}
+    assert left["OtherLinear", "linear"].count == 14 and "no plain linear layer" in left["OtherLinear", "linear"].why
+    assert "no plain linear layer" in left[f"{architecture}Attention", "rotary_embedding"].why
+    assert ("attention_dense", 2) in {(row.op, row.count) for row in report.replaced}
+    with apply(model, ops="rms_norm") as report:
+        assert not any(row.module == "OtherLinear" for row in report.left)
