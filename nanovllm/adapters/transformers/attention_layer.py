@@ -140,17 +140,16 @@ class AttentionCalls:
 
 def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str | None:
     """What an attention module does; why that is not what the ops do; None: it is no attention module."""
-    projections = next((names for names in PROJECTIONS if all(module._modules.get(n) for n in names)), None)
+    known = {name: layer for name, layer in module._modules.items() if layer is not None}
+    projections = next((names for names in PROJECTIONS if all(name in known for name in names)), None)
     config, head_dim = module.__dict__.get("config"), module.__dict__.get("head_dim")
-    last = module._modules.get("o_proj")
-    if projections is None or config is None or not isinstance(head_dim, int) or last is None:
+    if projections is None or config is None or not isinstance(head_dim, int) or "o_proj" not in known:
         return None
-    layers = [*(module._modules[name] for name in projections), last]
+    layers = [*(known[name] for name in projections), known["o_proj"]]
+    if not all(is_linear(layer) or changed_linear(layer) for layer in layers):
+        return None  # experts, for instance
     if not all(is_linear(layer) for layer in layers):
-        # A module with experts among its projections is none of ours.
-        return (
-            "a projection is no plain linear layer" if all(is_linear(x) or changed_linear(x) for x in layers) else None
-        )
+        return "a projection is no plain linear layer"
     code = sys.modules[type(module).__module__]
     parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
     cache = next((name for name in CACHES if name in parameters), None)
