@@ -97,27 +97,16 @@ class Step {
     void run(const Layer& layer, const Cache& cache, bool is_last) {
         norm(layer.input_norm);
         float *q = results_.data(), *k = q + count_ * q_size_, *v = k + count_ * kv_size_;
-        const Product keys{layer.k, {k, kv_size_, kv_size_, layer.k_bias, false}};
-        const Product values{layer.v, {v, kv_size_, kv_size_, layer.v_bias, false}};
-        const bool chooses = is_last && !wants_all();
-        if (chooses) {
-            products(threads_, {keys, values}, normed_->tokens(count_));
-            each_token(threads_, count_, [&](int64_t t) { store_key(layer, cache, t, k + t * kv_size_, v + t * kv_size_); });
-            keep_wanted();
-            norm(layer.input_norm);
-            q = results_.data();
-            products(threads_, {{layer.q, {q, q_size_, q_size_, layer.q_bias, false}}}, normed_->tokens(count_));
-        } else {
-            products(threads_, {{layer.q, {q, q_size_, q_size_, layer.q_bias, false}}, keys, values}, normed_->tokens(count_));
-        }
+        products(threads_, {{layer.q, {q, q_size_, q_size_, layer.q_bias, false}},
+                            {layer.k, {k, kv_size_, kv_size_, layer.k_bias, false}},
+                            {layer.v, {v, kv_size_, kv_size_, layer.v_bias, false}}}, normed_->tokens(count_));
         each_token(threads_, count_, [&](int64_t t) {
-            const int64_t token = chooses ? batch_.rows[t] : t;
-            turn(layer, token, q + t * q_size_, model_.heads, layer.q_norm);
-            if (!chooses) store_key(layer, cache, t, k + t * kv_size_, v + t * kv_size_);
+            rotate_and_store(layer, cache, t, q + t * q_size_, k + t * kv_size_, v + t * kv_size_);
         });
         const float scale = 1.0f / std::sqrt((float)model_.head_dim);
         wide_->set_width(q_size_);
         attention(threads_, cache, runs_, {model_.heads, scale, q, q_size_, wide_->row(0), wide_->stride(), layer.window});
+        if (is_last && batch_.num_rows >= 0) keep_wanted();
         each_token(threads_, count_, [&](int64_t t) { wide_->finish(t); });
         products(threads_, {{layer.o, {x_, model_.hidden, layer.o.rows, layer.o_bias, true}}}, wide_->tokens(count_));
         norm(layer.post_norm);
@@ -152,19 +141,20 @@ class Step {
         });
     }
 
-    // The norm and the rotation of a token's `count` heads of queries or keys.
-    void turn(const Layer& layer, int64_t token, float* heads, int64_t count, const float* weight) {
+    // q, k, v: of the token.
+    void rotate_and_store(const Layer& layer, const Cache& cache, int64_t t, float* q, float* k, const float* v) {
         const int64_t dim = model_.head_dim;
-        for (float* head = heads; head < heads + count * dim; head += dim) {
-            if (weight) rms_norm(head, weight, dim, model_.eps, head);
-            if (!layer.unrotated) rotate(head, model_.cos_sin + batch_.positions[token] * dim, dim);
-        }
-    }
-
-    void store_key(const Layer& layer, const Cache& cache, int64_t token, float* k, const float* v) {
-        turn(layer, token, k, model_.kv_heads, layer.k_norm);
+        const float* angles = model_.cos_sin + batch_.positions[t] * dim;
+        auto rotate_all = [&](float* heads, int64_t count, const float* weight) {
+            for (float* head = heads; head < heads + count * dim; head += dim) {
+                if (weight) rms_norm(head, weight, dim, model_.eps, head);
+                if (!layer.unrotated) rotate(head, angles, dim);
+            }
+        };
+        rotate_all(q, model_.heads, layer.q_norm);
+        rotate_all(k, model_.kv_heads, layer.k_norm);
         with_plain(cache.format, [&](auto format) {
-            const int64_t at = batch_.slots[token] * kv_size_;
+            const int64_t at = batch_.slots[t] * kv_size_;
             for (int64_t i = 0; i < kv_size_; i++) {
                 store_as(format, cache.k, at + i, k[i]);
                 store_as(format, cache.v, at + i, v[i]);
@@ -172,27 +162,17 @@ class Step {
         });
     }
 
-    // Whether the results are those of all tokens, in their order.
-    bool wants_all() const {
-        bool all = batch_.num_rows < 0 || batch_.num_rows == batch_.tokens;
-        for (int64_t i = 0; all && i < batch_.num_rows; i++) all = batch_.rows[i] == i;
-        return all;
-    }
-
-    // Of the last layer the other tokens need keys and values alone. Rows may repeat, and be more than the tokens. Each
-    // becomes a run of its own, so that it is computed the same whatever else is wanted.
+    // Of the last layer the other tokens need keys and values alone. Rows may repeat, and be more than the tokens.
     void keep_wanted() {
+        const auto all = std::move(wide_);
         const int64_t hidden = model_.hidden;
-        std::vector<Run> wanted;
         chosen_.resize((size_t)batch_.num_rows * hidden);
-        for (int64_t i = 0; i < batch_.num_rows; i++) {
-            const int64_t row = batch_.rows[i];
-            std::memcpy(chosen_.data() + i * hidden, x_ + row * hidden, hidden * sizeof(float));
-            const auto run = std::find_if(runs_.begin(), runs_.end(), [&](const Run& r) { return row < r.first + r.count; });
-            wanted.push_back({i, 1, run->context - (run->first + run->count - 1 - row), run->blocks});
-        }
-        runs_ = std::move(wanted);
         set_count(batch_.num_rows);
+        wide_->set_width(q_size_);
+        for (int64_t i = 0; i < count_; i++) {
+            std::memcpy(wide_->row(i), all->row(batch_.rows[i]), q_size_ * sizeof(float));
+            std::memcpy(chosen_.data() + i * hidden, x_ + batch_.rows[i] * hidden, hidden * sizeof(float));
+        }
         x_ = chosen_.data();
     }
 
@@ -209,7 +189,7 @@ class Step {
     Threads& threads_;
     const Model& model_;
     const Batch& batch_;
-    std::vector<Run> runs_;  // sorted by their first tokens, then those of keep_wanted
+    const std::vector<Run> runs_;
     float* x_;
     int64_t q_size_, kv_size_, count_;
     Buffer<float> results_, chosen_;

@@ -175,10 +175,10 @@ def test_a_row_does_not_depend_on_the_other_rows():
     _, packed = random_weights()
     batch, num_blocks = random_batch([70], [(40, 300)])
     x, found = torch.randn(41, 80), []
-    for rows in ([40], [0, 40], [3, 9, 9, 17, 40]):
+    for rows in ([40], [40, 0], [40, 17, 9, 9, 3]):
         caches = [[torch.ones(num_blocks, BLOCK, 2, 16) for _ in range(2)] for _ in range(2)]
         with decoder_step.use("cpu"):
-            found.append(decoder_step(x.clone(), batch, packed, *caches, torch.tensor(rows[::-1]))[0])
+            found.append(decoder_step(x.clone(), batch, packed, *caches, torch.tensor(rows))[0])
     assert all(torch.equal(row, found[0]) for row in found)
 
 
