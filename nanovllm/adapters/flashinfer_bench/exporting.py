@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nanovllm.adapters.flashinfer_bench.documents import Spec
 from nanovllm.adapters.flashinfer_bench.self_contained import NotSelfContained, self_contained
 from nanovllm.adapters.flashinfer_bench.symbolic_shapes import (
     NotExpressible,
@@ -124,7 +126,8 @@ def _definition(op: Op, symbols: Signature, dtype: torch.dtype, reference: str) 
             words.append(f"{name}_{len(spec.shape)}d")  # the op takes it in several forms
     doc = (op.__doc__ or "").strip()
     return {
-        "name": "_".join([*words, str(dtype).removeprefix("torch.")]),
+        # It is the name of files: a slash, as in "Q4_K/planes", would be a folder.
+        "name": re.sub(r"\W", "_", "_".join([*words, str(dtype).removeprefix("torch.")])),
         "op_type": op.name,
         "description": doc.split("\n\n")[0].replace("\n", " "),
         "tags": [f"nanovllm:{op.name}"],
@@ -132,15 +135,23 @@ def _definition(op: Op, symbols: Signature, dtype: torch.dtype, reference: str) 
             name: {"type": "var"} if size is None else {"type": "const", "value": size}
             for name, size in symbols.axes.items()
         },
-        "inputs": {n: {"shape": s.shape and list(s.shape), "dtype": s.dtype} for n, s in symbols.inputs.items()},
+        "inputs": {n: _input(s) for n, s in symbols.inputs.items()},
         "outputs": {n: {"shape": list(s.shape or ()), "dtype": s.dtype} for n, s in symbols.outputs.items()},
         "reference": f"{reference}\n\n{_run(op, symbols)}",
     }
 
 
+def _input(spec: Spec) -> dict[str, Any]:
+    shape = None if spec.shape is None else list(spec.shape)
+    if spec.dtype == "uint8":
+        return {"shape": shape, "dtype": "int8", "description": "Bytes: the bits of uint8, which the schema has not."}
+    return {"shape": shape, "dtype": spec.dtype}
+
+
 def _run(op: Op, symbols: Signature) -> str:
     """The text of `run`, which calls the op by its name with the inputs in their order."""
-    given = {**{name: name for name in symbols.inputs}, **{k: repr(v) for k, v in symbols.fixed.items()}}
+    words = {n: f"{n}.view(torch.uint8)" if spec.dtype == "uint8" else n for n, spec in symbols.inputs.items()}
+    given = {**words, **{k: repr(v) for k, v in symbols.fixed.items()}}
     return f"def run({', '.join(symbols.inputs)}):\n    return {op.name}({', '.join(_grouped(op, given))})\n"
 
 
@@ -183,7 +194,7 @@ def _inputs(
     if stored:
         from safetensors.torch import save
 
-        data = save({k: v.contiguous() for k, v in stored.items()})
+        data = save({k: _bits(v.contiguous()) for k, v in stored.items()})
         digest = hashlib.sha256(data).hexdigest()[:16]
         path = Path("blob", "workloads", op.name, definition, f"{definition}_{digest}.safetensors")
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
@@ -196,6 +207,11 @@ def _inputs(
         elif isinstance(value, (bool, int, float)):
             found[name] = {"type": "scalar", "value": value}
     return {name: found[name] for name in arguments if name in found}
+
+
+def _bits(value: torch.Tensor) -> torch.Tensor:
+    """The tensor as a Definition has it."""
+    return value.view(torch.int8) if value.dtype == torch.uint8 else value
 
 
 def _trace(definition: str, sizes: Mapping[str, int], inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,6 +247,7 @@ def _sources(op: Op, provider: Provider, definition: Mapping[str, Any]) -> tuple
     run = reference[reference.rindex("def run(") :]
     body = run.replace("    return ", f"    with {op.name}.use({provider.name!r}):\n        return ")
     lines = ["from nanovllm.kernels import all_ops, load_plugins"]
+    lines = (["import torch", ""] if "torch." in body else []) + lines
     lines += [f"from {record.__module__} import {record.__name__}" for record in _records(op).values()]
     dependencies, sources = ["nanovllm"], {}
     if provider.origin is not None and provider.origin.endswith(".py"):
@@ -241,7 +258,7 @@ def _sources(op: Op, provider: Provider, definition: Mapping[str, Any]) -> tuple
         lines += ["", f"load_plugins([{provider.origin!r}])"]
         dependencies.append(provider.origin.partition(".")[0])
     else:
-        lines[0] = "from nanovllm.kernels import all_ops"
+        lines = [line.removesuffix(", load_plugins") for line in lines]
     lines += ["", f"{op.name} = all_ops()[{op.name!r}]", "", "", body]
     return {"main.py": "\n".join(lines), **sources}, dependencies
 

@@ -71,7 +71,9 @@ def declare(
         declared.provider(name, support, _contiguous(of))(function)
         for ours in (all_ops().get(t.removeprefix(_OURS)) for t in of.tags if t.startswith(_OURS)):
             if ours is not None and [*ours.signature.parameters] == [*of.inputs]:
-                other = f"solution_{name}" if name in ours.providers else name
+                # The op may have Solutions of other sizes under the short names.
+                names = (name, f"solution_{name.removeprefix('solution_')}", op_name(solution.name))
+                other = next((n for n in names if n not in ours.providers), names[-1])
                 ours.provider(other, support, _fits(of, declared))(_like(ours, function))
     return declared
 

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.adapters.flashinfer_bench import DocumentError, export_op, find, write_plugin
 from nanovllm.adapters.flashinfer_bench.plugin import declare, provider_name
-from nanovllm.kernels import all_ops, load_plugins, rms_norm
+from nanovllm.kernels import Tensors, all_ops, load_plugins, rms_norm
 from nanovllm.kernels.op.registry import temporary
 from nanovllm.kernels.testing.verify import verify_op
 from tests.adapters.flashinfer_bench.documents import (
@@ -120,6 +120,34 @@ def test_what_was_exported_is_imported(name, shape, tmp_path):
         declared = declare(one.definition, one.solutions, one.workloads, str(tmp_path))
         found = verify_op(declared, declared.providers["solution_native"], CPU)
         assert not failures(found) and any(v.skipped is None for v in found)
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [("linear_int8", (2, 9, 96, 32)), ("linear_gguf", (3, 9, 256)), ("linear_packed_add_rms_norm", (2, 16, 256, 4)),
+     ("embedding_packed", (2, 9, 256, 4))],
+)  # fmt: skip
+def test_packed_weights_are_bytes_of_the_schema(name, shape, tmp_path):
+    """The schema has no uint8; and the name of a kind such as Q4_K/planes must be no folder."""
+    export_op(all_ops()[name], tmp_path, torch.float32, [shape], ["native"])
+    assert all(p.is_file() for p in (tmp_path / "definitions" / name).iterdir())
+    for one in find(tmp_path):
+        assert one.definition["inputs"]["weight"]["dtype"] == "int8"
+        declared = declare(one.definition, one.solutions, one.workloads, str(tmp_path))
+        found = verify_op(declared, declared.providers["solution_native"], CPU)
+        assert not failures(found) and any(v.skipped is None for v in found)
+        arguments = declared.inputs(Tensors(torch.float32, CPU), declared.inputs.decode[0])
+        assert torch.isfinite(declared.native(**arguments)[0]).all()
+
+
+def test_solutions_of_several_sizes_of_our_op(tmp_path):
+    export_op(rms_norm, tmp_path, torch.float32, [(3, 64), (3, 32), (3, 16)], ["native"])
+    for one in find(tmp_path):
+        declare(one.definition, one.solutions, one.workloads, str(tmp_path))
+    for size, name in ((16, "solution_native"), (32, "rms_norm_size32_float32_native")):
+        x, weight = torch.randn(5, size), torch.randn(size)
+        with rms_norm.use(name):
+            assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm.native(x, weight, 1e-6))
 
 
 def write(folder, solutions, definition=DEFINITION):
