@@ -19,6 +19,8 @@ _ODD = (1, 3, 17)
 _MOST_SMALL = 4
 _SMALL = 1 << 22
 """Elements of the inputs up to which a workload counts as small."""
+_MOST_BYTES = 1 << 38
+"""Of a tensor: more than a GPU has. A larger one is a slip."""
 _ANOTHER = "another_workload"
 """A further number of a shape: which one it is among workloads of the same sizes."""
 
@@ -72,6 +74,34 @@ def declared_inputs(of: Definition, workloads: Sequence[DefinitionWorkload], roo
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     decode = shapes or small[-1:]
     return Inputs(make, list(dict.fromkeys(small)), decode, scales=(1.0,), dtypes=(main_dtype(of),))
+
+
+def check_sizes(of: Definition, workloads: Sequence[DefinitionWorkload], root: Path, where: str) -> None:
+    """Check what a Definition and its workloads need of this machine: dtypes, memory and files of tensors.
+
+    where: the file of the workloads, for errors.
+
+    Raises:
+        DocumentError: torch has no such dtype, a tensor would be too large, or a file is not there or another one.
+    """
+    for name, spec in (*of.inputs.items(), *of.outputs.items()):
+        if not hasattr(torch, spec.dtype):
+            kind = "inputs" if name in of.inputs else "outputs"
+            raise DocumentError(f"Definition {of.name}: {kind}.{name}.dtype: torch has no {spec.dtype}")
+    for given in workloads or [DefinitionWorkload(dict.fromkeys(of.variable, 1), {}, "")]:
+        sizes = {**{n: s for n, s in of.axes.items() if s is not None}, **given.axes}
+        for name, spec in (*of.inputs.items(), *of.outputs.items()):
+            size = math.prod(sizes[a] for a in spec.shape or ()) * getattr(torch, spec.dtype).itemsize
+            if size > _MOST_BYTES:
+                axis = max(spec.shape or (), key=lambda a: sizes[a])
+                at = "workload.axes" if axis in of.variable else f"Definition {of.name}: axes"
+                raise DocumentError(
+                    f"{where}: {at}.{axis}: {sizes[axis]} is too large: {name} would take {size >> 30} GiB"
+                )
+        for name, value in given.inputs.items():
+            if name in of.inputs and value["type"] == "safetensors":
+                shape = [sizes[a] for a in of.inputs[name].shape or ()]
+                _stored(of, name, shape, getattr(torch, of.inputs[name].dtype), value, root)
 
 
 def _elements(of: Definition, shape: Shape) -> int:

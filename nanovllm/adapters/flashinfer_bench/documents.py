@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -19,7 +21,12 @@ DTYPES = (
     "bool",
 )  # fmt: skip
 LANGUAGES = ("python", "triton", "cpp", "cuda", "tilelang")
+OUR_LANGUAGES = ("python", "triton")
+"""Those that can be imported."""
 INPUT_KINDS = ("random", "scalar", "safetensors")
+
+
+_LARGEST = (1 << 63) - 1
 
 
 class DocumentError(ValueError):
@@ -103,6 +110,8 @@ class _Reader:
         value = self.value.get(name)
         if not isinstance(value, str) or not value:
             raise self.error(name, f"expected text, not {self._given(name)}")
+        if any("\ud800" <= c <= "\udfff" for c in value):
+            raise self.error(name, "has half of a pair of surrogates, which is no character")
         return value
 
     def one_of(self, name: str, known: tuple[str, ...]) -> str:
@@ -115,6 +124,8 @@ class _Reader:
         value = self.value.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self.error(name, f"expected a number of at least 0, not {self._given(name)}")
+        if value > _LARGEST:
+            raise self.error(name, f"is larger than a size can be: {_shown(value)}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -152,12 +163,33 @@ def _shown(value: Any) -> str:
 
 def load(path: Path) -> Any:
     """The JSON of a file; a DocumentError if it is none."""
+    return parse(read_text(path), str(path))
+
+
+def read_text(path: Path) -> str:
+    """The text of a file; a DocumentError if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return path.read_text(encoding="utf-8")
     except OSError as e:
         raise DocumentError(f"{path}: {e.strerror or e}") from None
-    except ValueError as e:
+    except UnicodeDecodeError as e:
         raise DocumentError(f"{path}: no JSON: {e}") from None
+
+
+def parse(text: str, where: str) -> Any:
+    """The value that JSON stands for. where: the file, for errors."""
+    try:
+        return json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except RecursionError:
+        raise DocumentError(f"{where}: no JSON: it is nested too deeply") from None
+    except ValueError as e:
+        raise DocumentError(f"{where}: no JSON: {e}") from None
+
+
+def _finite(word: str) -> float:
+    if not math.isfinite(float(word)):
+        raise ValueError(f"{word} is no finite number")
+    return float(word)
 
 
 def definition(value: Any, where: str) -> Definition:
@@ -182,18 +214,27 @@ def definition(value: Any, where: str) -> Definition:
                     f"outputs.{output}.shape", f"no input has the variable axis {axis!r}, so its size is open"
                 )
     reference = whole.text("reference")
-    try:
-        statements = ast.parse(reference).body
-    except SyntaxError as e:
-        raise whole.error("reference", f"is not Python: {e}") from None
+    statements = _parsed(whole, "reference")
     if not any(isinstance(s, ast.FunctionDef) and s.name == "run" for s in statements):
         raise whole.error("reference", "defines no function run at its top level")
     tags = whole.texts("tags", []) if whole.value.get("tags") is not None else ()
     return Definition(whole.text("name"), whole.text("op_type"), axes, inputs, outputs, reference, tags)
 
 
+def _parsed(reader: _Reader, name: str) -> list[ast.stmt]:
+    """The statements of a field that is Python."""
+    try:
+        return ast.parse(reader.text(name)).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise reader.error(name, f"is not Python: {e or 'it is nested too deeply'}") from None
+
+
+def _inside(file: str, folder: str) -> bool:
+    return PurePosixPath(folder) in PurePosixPath(file).parents
+
+
 def _identifier(reader: _Reader, name: str) -> None:
-    if not name.isidentifier():
+    if not name.isidentifier() or keyword.iskeyword(name):
         raise reader.error(name, "expected a name as Python has them: letters, digits and _")
 
 
@@ -222,15 +263,23 @@ def solution(value: Any, where: str) -> Solution:
         path = one.text("path")
         if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
             raise one.error("path", f"expected a relative path without '..', not {path!r}")
+        if not PurePosixPath(path).name or not path.isprintable():
+            raise one.error("path", f"expected the name of a file, not {path!r}")
         if path in sources:
             raise one.error("path", f"{path!r} is there twice")
+        if other := next((p for p in sources if _inside(p, path) or _inside(path, p)), None):
+            raise one.error("path", f"of {path!r} and {other!r} one is a file and the other's folder")
         sources[path] = one.text("content")
+        if path.endswith(".py"):
+            _parsed(one, "content")
     entry = spec.text("entry_point")
     file, separator, function = entry.partition("::")
     if not separator or "::" in function or not function.isidentifier():
         raise spec.error("entry_point", f"expected FILE::FUNCTION, not {entry!r}")
     if file not in sources:
         raise spec.error("entry_point", f"{file!r} is not among the sources {', '.join(sources)}")
+    if spec.one_of("language", LANGUAGES) in OUR_LANGUAGES and not file.endswith(".py"):
+        raise spec.error("entry_point", f"expected a file whose name ends in .py, not {file!r}")
     if not spec.texts("target_hardware"):
         raise spec.error("target_hardware", "expected at least one kind of hardware")
     return Solution(
@@ -243,23 +292,38 @@ def workloads(lines: list[Any], of: Definition, where: str) -> list[DefinitionWo
     """The workloads of a Definition from the lines of its JSONL file. where: the file, for errors."""
     found = []
     for number, line in enumerate(lines, 1):
+        if line is None:
+            continue  # an empty one
         trace = _Reader(f"{where}, line {number}", line)
         if trace.text("definition") != of.name or trace.value.get("solution") is not None:
             continue
         one = trace.object("workload")
         sizes = one.object("axes")
         inputs = one.object("inputs")
+        if unknown := next((a for a in sizes.value if a not in of.axes), None):
+            raise sizes.error(unknown, f"is no axis of {of.name}, which has {', '.join(of.axes)}")
         for axis in of.variable:
             sizes.size(axis)
         for name, spec in of.inputs.items():
-            given = inputs.object(name)
-            kind = given.one_of("type", INPUT_KINDS)
-            if kind == "safetensors":
-                given.text("path"), given.text("tensor_key")
-            if kind == "scalar" and not isinstance(given.value.get("value"), (int, float)):
-                raise given.error("value", f"expected a number, not {_shown(given.value.get('value'))}")
-            if (kind == "scalar") != (spec.shape is None):
-                wanted = "scalar" if spec.shape is None else "random or safetensors"
-                raise given.error("type", f"expected {wanted}, as the Definition has the input, not {kind!r}")
+            _check_given(inputs.object(name), spec)
         found.append(DefinitionWorkload({a: sizes.size(a) for a in of.variable}, inputs.value, one.text("uuid")))
     return found
+
+
+def _check_given(given: _Reader, spec: Spec) -> None:
+    """Check where a workload's input comes from."""
+    kind = given.one_of("type", INPUT_KINDS)
+    if kind == "safetensors":
+        path = PurePosixPath(given.text("path"))
+        given.text("tensor_key")
+        if not path.is_absolute() and ".." in path.parts:
+            raise given.error("path", f"expected a path without '..', not {str(path)!r}")
+    if kind == "scalar":
+        value = given.value.get("value")
+        if not isinstance(value, (int, float)):
+            raise given.error("value", f"expected a number, not {_shown(value)}")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise given.error("value", f"is too large for {spec.dtype}: {_shown(value)}")
+    if (kind == "scalar") != (spec.shape is None):
+        wanted = "scalar" if spec.shape is None else "random or safetensors"
+        raise given.error("type", f"expected {wanted}, as the Definition has the input, not {kind!r}")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import pprint
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nanovllm.adapters.flashinfer_bench import documents
-from nanovllm.adapters.flashinfer_bench.documents import DocumentError, load
+from nanovllm.adapters.flashinfer_bench.definition_inputs import check_sizes
+from nanovllm.adapters.flashinfer_bench.documents import OUR_LANGUAGES, DocumentError, load
 from nanovllm.adapters.flashinfer_bench.plugin import op_name
-
-_OUR_LANGUAGES = ("python", "triton")
+from nanovllm.kernels import all_ops
 
 
 @dataclass
@@ -63,9 +63,9 @@ def find(path: Path, definition: Path | None = None, only: Sequence[str] = ()) -
         solution = documents.solution(value, str(file))
         if only and not {solution.name, solution.definition} & set(only):
             continue
-        if solution.language not in _OUR_LANGUAGES:
+        if solution.language not in OUR_LANGUAGES:
             raise DocumentError(
-                f"{file}: spec.language: {solution.language!r} cannot be imported; {' and '.join(_OUR_LANGUAGES)} can. "
+                f"{file}: spec.language: {solution.language!r} cannot be imported; {' and '.join(OUR_LANGUAGES)} can. "
                 "Name the Solutions to import with --only"
             )
         if solution.definition not in definitions:
@@ -80,8 +80,11 @@ def find(path: Path, definition: Path | None = None, only: Sequence[str] = ()) -
     if not found:
         raise DocumentError(f"{path}: no Solution{f' or Definition named {only[0]}' if only else ''} is there")
     for name, one in found.items():
-        one.workloads = _workloads(root, name)
-        documents.workloads(one.workloads, documents.definition(one.definition, name), f"the workloads of {name}")
+        if (taken := all_ops().get(one.op)) is not None:
+            raise DocumentError(f"Definition {name}: name: there is an op {taken.name} already")
+        if other := next((n for n, o in found.items() if n != name and o.op == one.op), None):
+            raise DocumentError(f"Definition {name}: name: as an op it has the name of {other!r}, {one.op}")
+        one.workloads = _workloads(root, documents.definition(one.definition, name))
     return list(found.values())
 
 
@@ -108,17 +111,18 @@ def _definitions(files: Sequence[Path]) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def _workloads(root: Path, definition: str) -> list[Any]:
-    """The lines of the files of workloads that belong to a Definition."""
-    lines = []
-    for file in sorted((root / "workloads").rglob(f"{definition}.jsonl")):
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                lines.append(json.loads(line))
-            except ValueError as e:
-                raise DocumentError(f"{file}, line {number}: no JSON: {e}") from None
+def _workloads(root: Path, of: documents.Definition) -> list[Any]:
+    """The lines of the files of workloads that belong to a Definition, checked."""
+    lines, checked = [], False
+    # Not by a pattern with the name, which may have any characters.
+    for file in sorted(p for p in (root / "workloads").rglob("*.jsonl") if p.stem == of.name):
+        texts = documents.read_text(file).split("\n")
+        values = [documents.parse(t, f"{file}, line {i}") if t.strip() else None for i, t in enumerate(texts, 1)]
+        check_sizes(of, documents.workloads(values, of, str(file)), root, str(file))
+        lines += [value for value in values if value is not None]
+        checked = True
+    if not checked:
+        check_sizes(of, [], root, f"Definition {of.name}")
     return lines
 
 
@@ -127,9 +131,9 @@ def write_plugin(found: Sequence[Found], path: Path) -> None:
 
     The documents are in the file; files of tensors stay where they are.
     """
-    names = ", ".join(s["name"] for one in found for s in one.solutions)
+    names = ", ".join(re.sub(r"[^\w.+-]", "_", s["name"]) for one in found for s in one.solutions)
     parts = [
-        f'"""Imported from FlashInfer-Bench by `nanovllm kernels import`: {names}."""'.replace("\\", ""),
+        f'"""Imported from FlashInfer-Bench by `nanovllm kernels import`: {names}."""',
         "",
         "from nanovllm.adapters.flashinfer_bench.plugin import declare",
     ]

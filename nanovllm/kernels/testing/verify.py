@@ -143,7 +143,12 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
         return Verdict(case, failure=str(e), raised=True)
     if reason is not None:
         return Verdict(case, skipped=reason)
-    expected = _reference(declared, arguments)
+    try:
+        expected = _reference(declared, arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as e:
+        return Verdict(case, failure=f"the reference failed: {what_failed(e)}", raised=True)
     guard = MemoryGuard()
     given = guard.surrounded(arguments)
     bound = declared.bind(given)

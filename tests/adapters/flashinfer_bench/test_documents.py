@@ -26,6 +26,9 @@ def test_a_definition_is_read():
         ("outputs.x", {"shape": ["h"], "dtype": "int8"}, "d.json: outputs: 'x' is an input too"),
         ("reference", "def ruin(): pass", "d.json: reference: defines no function run at its top level"),
         ("reference", "def run(:", "d.json: reference: is not Python"),
+        ("reference", f"def run(): return {'(' * 5000}{')' * 5000}", "d.json: reference: is not Python"),
+        ("axes.h.value", 10**30, "d.json: axes.h.value: is larger than a size can be"),
+        ("inputs.class", {"shape": ["h"], "dtype": "int8"}, "d.json: inputs.class: expected a name as Python has"),
     ],
 )
 def test_a_wrong_definition(path, value, said):
@@ -51,6 +54,11 @@ def test_an_output_whose_size_is_open():
         ("spec.destination_passing_style", "no", 's.json: spec.destination_passing_style: expected true or false'),
         ("sources", [], "s.json: sources: expected a list that is not empty"),
         ("sources.0.path", "../x.py", "s.json: sources[0].path: expected a relative path without '..'"),
+        ("sources.0.path", ".", "s.json: sources[0].path: expected the name of a file, not '.'"),
+        ("sources.0.path", "a\0.py", "s.json: sources[0].path: expected the name of a file"),
+        ("sources.0.path", "main.txt", "s.json: spec.entry_point: 'main.py' is not among"),
+        ("sources.0.content", "def run(:", "s.json: sources[0].content: is not Python"),
+        ("sources.0.content", "# \ud800", "s.json: sources[0].content: has half of a pair of surrogates"),
         ("sources.0.path", "/x.py", "s.json: sources[0].path: expected a relative path without '..'"),
     ],
 )  # fmt: skip
@@ -60,9 +68,26 @@ def test_a_wrong_solution(path, value, said):
     assert str(error.value).startswith(said)
 
 
+def test_sources_whose_paths_or_entry_point_cannot_be():
+    one = solution(entry_point="main.txt::run")
+    one["sources"] = [{"path": "main.txt", "content": "x"}]
+    with pytest.raises(documents.DocumentError, match="spec.entry_point: expected a file whose name ends in .py"):
+        documents.solution(one, "s.json")
+    one = solution()
+    one["sources"].append({"path": "main.py/x.py", "content": "x"})
+    with pytest.raises(documents.DocumentError, match=r"sources\[1\].path: of .* one is a file and the other's folder"):
+        documents.solution(one, "s.json")
+
+
+OUTSIDE = {"type": "safetensors", "path": "../x.safetensors", "tensor_key": "x"}
+
+
 @pytest.mark.parametrize(
     "path, value, said",
     [
+        ("workload.axes.more", 3, "w.jsonl, line 1: workload.axes.more: is no axis of scaled_add_h8, which has rows"),
+        ("workload.inputs.x", OUTSIDE, "w.jsonl, line 1: workload.inputs.x.path: expected a path without '..'"),
+        ("workload.inputs.factor.value", 10**400, "w.jsonl, line 1: workload.inputs.factor.value: is too large"),
         ("workload.axes.rows", None, "w.jsonl, line 1: workload.axes.rows: expected a number"),
         ("workload.inputs.y", None, "w.jsonl, line 1: workload.inputs.y: is missing"),
         ("workload.inputs.y", {"type": "zeros"}, "w.jsonl, line 1: workload.inputs.y.type: expected one of random"),
@@ -79,7 +104,8 @@ def test_a_wrong_workload(path, value, said):
     assert str(error.value).startswith(said)
 
 
-def test_what_is_no_json(tmp_path):
-    (tmp_path / "d.json").write_text("{")
+@pytest.mark.parametrize("text", [b"{", b"\xff", b"[" * 100_000, b"[NaN]", b"[1e999]"])
+def test_what_is_no_json(text, tmp_path):
+    (tmp_path / "d.json").write_bytes(text)
     with pytest.raises(documents.DocumentError, match="d.json: no JSON"):
         documents.load(tmp_path / "d.json")

@@ -150,14 +150,14 @@ def test_solutions_of_several_sizes_of_our_op(tmp_path):
             assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm.native(x, weight, 1e-6))
 
 
-def write(folder, solutions, definition=DEFINITION):
+def write(folder, solutions, definition=DEFINITION, workload=WORKLOAD):
     for kind, documents in (("definitions", [definition]), ("solutions", solutions)):
         for document in documents:
             path = folder / kind / "elementwise" / f"{document['name']}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(document))
     (folder / "workloads").mkdir(exist_ok=True)
-    (folder / "workloads" / "scaled_add_h8.jsonl").write_text(json.dumps(WORKLOAD) + "\n")
+    (folder / "workloads" / "scaled_add_h8.jsonl").write_text(json.dumps(workload) + "\n")
     return folder
 
 
@@ -197,3 +197,51 @@ def test_the_plugin_is_a_file_of_its_own(tmp_path):
     with op.use("right"):
         assert op(x, x, 2.0).sum().item() == 48
     assert torch.ops.nanovllm.scaled_add_h8(x, x, 2.0).sum().item() == 48
+
+
+def test_the_name_of_a_solution_does_not_end_the_plugins_text(tmp_path):
+    """What is in the documents must not run when the plugin is loaded."""
+    write(tmp_path, [])
+    name = 'a"""\nraise SystemExit(9)\n"""'
+    (tmp_path / "solutions").mkdir(exist_ok=True)
+    (tmp_path / "solutions" / "s.json").write_text(json.dumps(solution(name)))
+    write_plugin(find(tmp_path), tmp_path / "plugin.py")
+    load_plugins([str(tmp_path / "plugin.py")])
+    assert name in all_ops()["scaled_add_h8"].providers
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../../x", "a[**"])
+def test_the_name_of_a_definition_is_no_path(name, tmp_path):
+    (tmp_path / "definitions").mkdir()
+    (tmp_path / "definitions" / "d.json").write_text(json.dumps({**DEFINITION, "name": name}))
+    (tmp_path / "s.json").write_text(json.dumps({**solution(), "definition": name}))
+    (one,) = find(tmp_path / "s.json")
+    assert one.op.isidentifier() and not one.workloads
+
+
+GONE = {"type": "safetensors", "path": "gone.safetensors", "tensor_key": "x"}
+
+
+@pytest.mark.parametrize(
+    "definition, workload, said",
+    [
+        (changed(DEFINITION, "name", "rms_norm"), WORKLOAD, "name: there is an op rms_norm already"),
+        (changed(DEFINITION, "inputs.y.dtype", "float4_e2m1"), WORKLOAD, "inputs.y.dtype: torch has no float4_e2m1"),
+        (changed(DEFINITION, "axes.h.value", 10**12), WORKLOAD, "axes.h: 1000000000000 is too large: x would take"),
+        (
+            DEFINITION,
+            changed(WORKLOAD, "workload.axes.rows", 10**12),
+            "scaled_add_h8.jsonl: workload.axes.rows: 1000000000000 is too large: x would take",
+        ),
+        (DEFINITION, changed(WORKLOAD, "workload.inputs.x", GONE), "inputs.x: .*gone.safetensors: No such file"),
+    ],
+)
+def test_documents_that_this_machine_cannot_run(definition, workload, said, tmp_path):
+    one = {**solution(), "definition": definition["name"]}
+    with pytest.raises(DocumentError, match=said):
+        find(write(tmp_path, [one], definition, workload))
+
+
+def test_a_reference_that_fails_is_a_verdict():
+    broken = changed(DEFINITION, "reference", "def run(x, y, factor):\n    raise OSError('no data')\n")
+    assert "the reference failed: OSError: no data" in failures(verdicts(broken, solution()))[0]
