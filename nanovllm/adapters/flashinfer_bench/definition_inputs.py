@@ -132,8 +132,8 @@ def _value(
     if given["type"] == "safetensors":
         return _stored(of, name, shape, dtype, given, root).to(tensors.device)
     if not dtype.is_floating_point:
-        high = 2 if dtype == torch.bool else 127
-        return tensors.integers(0, high, *shape).to(dtype)
+        low, high = (-128, 128) if dtype == torch.int8 else (0, 2 if dtype == torch.bool else 127)
+        return tensors.integers(low, high, *shape).to(dtype)
     if dtype.itemsize == 1:
         return tensors.normal(*shape, dtype=torch.float32).clamp(-2, 2).to(dtype)
     value = tensors.normal(*shape, dtype=dtype)

@@ -16,6 +16,7 @@ import torch
 from nanovllm.adapters.flashinfer_bench.documents import Spec
 from nanovllm.adapters.flashinfer_bench.self_contained import NotSelfContained, self_contained
 from nanovllm.adapters.flashinfer_bench.symbolic_shapes import (
+    MOST_BYTES,
     NotExpressible,
     Signature,
     shapes_only,
@@ -25,8 +26,6 @@ from nanovllm.kernels import Op, Provider, Tensors
 from nanovllm.kernels.op.inputs import Shape, nbytes, written
 from nanovllm.kernels.op.provider import NATIVE
 
-_MOST_BYTES = 64 << 20
-"""Of the inputs of a workload that are kept in a file."""
 _HARDWARE = {NATIVE: ["cpu", "cuda"], "cpu": ["cpu"]}
 _NAMESPACE = uuid.UUID("5c0ab1fe-57b5-5a38-8f5e-0c7a4c3b6e10")
 
@@ -51,8 +50,8 @@ def export_op(
     """Write an op into the folders `definitions`, `workloads`, `blob` and `solutions` of a directory.
 
     A Definition has the sizes of a model as constants, and the number of rows, tokens or sequences as variable axes. So
-    an op has one Definition for each model's sizes among its shapes. Normally distributed inputs are random in the
-    workloads; others, such as positions and block tables, are stored as safetensors.
+    an op has one Definition for each model's sizes among its shapes. Normally distributed inputs and bytes of any value
+    are random in the workloads; others, such as positions and block tables, are stored as safetensors.
 
     Args:
         shapes: those of the workloads; None: the op's decode steps and large shapes.
@@ -179,14 +178,14 @@ def _inputs(
     op: Op, definition: str, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any], directory: Path,
     files: list[Path],
 ) -> dict[str, Any]:  # fmt: skip
-    """Where the inputs of a workload come from. What is not normally distributed is written to a file."""
+    """Where the inputs of a workload come from. What is not simply random is written to a file."""
     arguments, maker = shapes_only(op, shape, dtype, variant)
     tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
-    stored = {k: v for k, v in tensors.items() if not maker.is_normal(v)}
+    stored = {k: v for k, v in tensors.items() if not maker.is_random(v)}
     size = nbytes(*stored.values())
-    if size > _MOST_BYTES:
-        raise NotExpressible(f"{', '.join(stored)} would be a file of {size >> 20} MiB, more than {_MOST_BYTES >> 20}")
-    if any(v.is_floating_point() for v in stored.values()):  # it may follow from normally distributed numbers
+    if size > MOST_BYTES:
+        raise NotExpressible(f"{', '.join(stored)} would be a file of {size >> 20} MiB, more than {MOST_BYTES >> 20}")
+    if any(v.is_floating_point() and v.float().isnan().any() for v in stored.values()):  # it follows from random ones
         assert op.inputs is not None
         arguments = op.inputs(Tensors(dtype, torch.device("cpu")), shape, variant)
         stored = {k: arguments[k] for k in stored}

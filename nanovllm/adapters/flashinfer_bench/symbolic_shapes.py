@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +19,18 @@ _LOAD = ("most", "cached", "shared", "num_groups")
 """Numbers of a shape that say how much there is to do, as its first one does. The others say what the model is like."""
 
 
+MOST_BYTES = 64 << 20
+"""Of the inputs of a workload that are kept in a file."""
+
+
+class NotExpressible(ValueError):
+    """The schema has no way to say what an op takes or gives."""
+
+
 class _WithoutMemory(torch.Tensor):
     """A tensor of which every element is the same one. What makes inputs need not have them apart."""
+
+    maker: ShapesOnly
 
     def contiguous(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self
@@ -27,20 +38,47 @@ class _WithoutMemory(torch.Tensor):
     def masked_fill_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self
 
+    def clamp_(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if hasattr(self, "maker") and len(args) == 1 and isinstance(args[0], torch.dtype) and not kwargs:
+            return self.maker.without_memory(tuple(self.shape), args[0])
+        return super().to(*args, **kwargs)
+
 
 class ShapesOnly(Tensors):
-    """Makes tensors whose normally distributed numbers take no memory, and remembers which these are."""
+    """Makes tensors whose random numbers take no memory, and remembers which these are.
+
+    Random numbers are those that are normally distributed, rounded to another dtype or not, and bytes of any value.
+    """
+
+    bytes_drawn = False
+    """Whether random bytes take memory after all, so that they can be written to."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._storages: dict[int, torch.Tensor] = {}
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None, scale: float | None = None) -> torch.Tensor:
-        one = torch.zeros(1, dtype=dtype or self.dtype, device=self.device)
-        self._storages[one.untyped_storage().data_ptr()] = one
-        return one.expand(shape).as_subclass(_WithoutMemory)
+        return self.without_memory(shape, dtype or self.dtype)
 
-    def is_normal(self, value: torch.Tensor) -> bool:
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        if (low, high, dtype) == (0, 256, torch.uint8) and not self.bytes_drawn:
+            return self.without_memory(shape, dtype)
+        if (size := math.prod(shape) * dtype.itemsize) > MOST_BYTES:
+            raise NotExpressible(f"it has {size >> 20} MiB of integers to be stored, more than {MOST_BYTES >> 20}")
+        return super().integers(low, high, *shape, dtype=dtype)
+
+    def without_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Such a tensor; floats are NaN, so that what follows from them is seen."""
+        one = torch.full((1,), math.nan if dtype.is_floating_point else 0, device=self.device).to(dtype)
+        self._storages[one.untyped_storage().data_ptr()] = one
+        value = one.expand(shape).as_subclass(_WithoutMemory)
+        value.maker = self
+        return value
+
+    def is_random(self, value: torch.Tensor) -> bool:
         """Whether a tensor is such a one, or a part of one."""
         return value.untyped_storage().data_ptr() in self._storages
 
@@ -60,10 +98,6 @@ class Signature:
     outputs: Mapping[str, Spec]
     fixed: Mapping[str, Any]
     sizes: Mapping[str, int]
-
-
-class NotExpressible(ValueError):
-    """The schema has no way to say what an op takes or gives."""
 
 
 def signature(op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any]) -> Signature:
@@ -120,17 +154,22 @@ def _at(
 def shapes_only(
     op: Op, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any]
 ) -> tuple[dict[str, Any], ShapesOnly]:
-    """The arguments of a call, with normally distributed tensors that take no memory, and what made them."""
+    """The arguments of a call, with random tensors that take no memory, and what made them."""
     assert op.inputs is not None
     tensors = ShapesOnly(dtype, torch.device("cpu"))
     try:
         arguments = op.inputs(tensors, shape, variant)
-        plain = {
-            k: v.detach().as_subclass(torch.Tensor) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()
-        }
-        return plain, tensors
-    except RuntimeError as e:  # it writes to such a tensor
-        raise NotExpressible(f"the inputs of shape {written(shape)} cannot be made without their data: {e}") from e
+    except RuntimeError:  # it writes to such a tensor: to bytes, as blocks of GGUF are made
+        tensors = ShapesOnly(dtype, torch.device("cpu"))
+        tensors.bytes_drawn = True
+        try:
+            arguments = op.inputs(tensors, shape, variant)
+        except RuntimeError as e:
+            raise NotExpressible(f"the inputs of shape {written(shape)} cannot be made without their data: {e}") from e
+    plain = {
+        k: v.detach().as_subclass(torch.Tensor) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()
+    }
+    return plain, tensors
 
 
 def _axes(op: Op, name: str, value: torch.Tensor, sizes: dict[str, int]) -> tuple[str, ...]:
@@ -168,12 +207,13 @@ def _output_axes(result: torch.Tensor, inputs: Mapping[str, Spec], sizes: dict[s
         if tuple(sizes[a] for a in axes) == shape:
             return axes
     parts = {m[1]: sizes[a] // int(m[2]) for a in sizes if (m := re.fullmatch(r"(\w+)_x(\d+)", a))}
-    names = []
+    names: list[str] = []
     for i, size in enumerate(shape):
         # By position first: the leading dimensions of a result are mostly those of the first input.
         in_place = [axes[i] for axes in of_inputs if i < len(axes)]
         known = [*(a for a in in_place if sizes[a] == size), *(a for a, s in {**parts, **sizes}.items() if s == size)]
-        name = known[0] if known else f"size_{size}"
+        # Not one that the result has already: there may be as many rows as outputs.
+        name = min(known, key=lambda a: a in names) if known else f"size_{size}"
         sizes.setdefault(name, size)
         names.append(name)
     return tuple(names)

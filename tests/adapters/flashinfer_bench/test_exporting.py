@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanovllm.adapters.flashinfer_bench import documents, export_op
 from nanovllm.adapters.flashinfer_bench.definition_inputs import declared_inputs
@@ -61,6 +62,35 @@ def test_axes(tmp_path):
     assert definition.axes == {"rows": None, "n_x2": 96, "n": 48}
     assert definition.inputs["gate_up"].shape == ("rows", "n_x2")
     assert definition.outputs["output"].shape == ("rows", "n")
+
+
+def test_as_many_rows_as_outputs(tmp_path):
+    export_op(OPS["linear"], tmp_path, torch.float32, [(16, 16, 32)], ["native"])
+    (path,) = (tmp_path / "definitions" / "linear").iterdir()
+    assert json.loads(path.read_text())["outputs"]["output"]["shape"] == ["rows", "outputs"]
+
+
+@pytest.mark.parametrize(
+    "name, shape, stored",
+    [
+        ("linear_fp8", (3, 130, 256), {"scale"}),
+        ("linear_int8", (3, 9, 256), {"scale", "zero"}),
+        ("linear_gguf", (3, 9, 256), {"weight"}),
+        ("moe_experts_fp8", (3, 4, 2, 128, 32), {"gate_up_scale", "down_scale", "weights", "experts"}),
+    ],
+)
+def test_only_what_is_not_simply_random_is_stored(name, shape, stored, tmp_path):
+    export_op(OPS[name], tmp_path, torch.float32, [shape], ["native"])
+    file = min((tmp_path / "workloads" / name).iterdir())
+    inputs = json.loads(file.read_text().splitlines()[0])["workload"]["inputs"]
+    assert {n for n, given in inputs.items() if given["type"] == "safetensors"} - {"zero"} == stored - {"zero"}
+    for blob in (tmp_path / "blob").rglob("*.safetensors"):
+        assert all(v.float().isfinite().all() for v in load_file(blob).values())
+
+
+def test_what_would_be_too_large_a_file_is_not_made(tmp_path):
+    with pytest.raises(ValueError, match="151936x4096x5: it has 486 MiB of integers to be stored, more than 64"):
+        export_op(OPS["embedding_packed"], tmp_path, torch.float32, [(1, 151936, 4096, 5)])
 
 
 def test_the_same_files_each_time(tmp_path):
