@@ -4,6 +4,8 @@ arrays.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 U8, U16, U32, U64 = np.uint8, np.uint16, np.uint32, np.uint64
@@ -13,6 +15,26 @@ TYPES = {
     "u64": U64,
     "s64": np.int64, "s8": np.int8, "u8": U8,
 }  # fmt: skip
+
+
+class _Sizes(dict):
+    """Bytes of a type of numpy."""
+
+    def __missing__(self, kind):
+        self[kind] = np.dtype(kind).itemsize
+        return self[kind]
+
+
+SIZES = _Sizes()
+
+
+@cache
+def constant(number, kind):
+    """A number's lowest bits as a register that nobody writes to."""
+    size = SIZES[kind]
+    register = np.full(32, number & ((1 << 8 * size) - 1), UNSIGNED[size])
+    register.flags.writeable = False
+    return register.view(kind)
 
 
 class UnknownInstruction(Exception):

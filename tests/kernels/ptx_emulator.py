@@ -15,11 +15,21 @@ a descriptor. Python 3, numpy, about 20,000 instructions of a warp a second.
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import numpy as np
 
-from tests.kernels.ptx_arithmetic import U8, U32, U64, UNSIGNED, Arithmetic, UnknownInstruction, chosen, type_of
+from tests.kernels.ptx_arithmetic import (
+    SIZES,
+    U8,
+    U32,
+    U64,
+    UNSIGNED,
+    Arithmetic,
+    UnknownInstruction,
+    chosen,
+    constant,
+    type_of,
+)
 from tests.kernels.ptx_cluster import Cluster, Clusters
 from tests.kernels.ptx_parser import names_of, number_of, parse, place_of
 from tests.kernels.ptx_tensor import Copies, Matrices
@@ -32,26 +42,6 @@ _MOST_STEPS = 200_000
 _BITS = {"b16": 16, "b32": 32, "b64": 64}
 _ALL = np.ones(32, bool)
 """All threads of a warp."""
-
-
-class _Sizes(dict):
-    """Bytes of a type of numpy."""
-
-    def __missing__(self, kind):
-        self[kind] = np.dtype(kind).itemsize
-        return self[kind]
-
-
-_SIZES = _Sizes()
-
-
-@cache
-def _constant(number, kind):
-    """A number's lowest bits as a register that nobody writes to."""
-    size = _SIZES[kind]
-    register = np.full(32, number & ((1 << 8 * size) - 1), UNSIGNED[size])
-    register.flags.writeable = False
-    return register.view(kind)
 
 
 class Machine:
@@ -182,13 +172,13 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
 
     def value(self, a, kind):
         """An operand's bits as 32 of `kind`, a type of numpy."""
-        size = _SIZES[kind]
+        size = SIZES[kind]
         unsigned = UNSIGNED[size]
         if a in self.r:
             bits = self.r[a]
             return bits.view(kind) if bits.itemsize == size else bits.astype(unsigned).view(kind)
         if (number := number_of(a)) is not None:
-            return _constant(number, kind)
+            return constant(number, kind)
         if a == "%tid.x":
             return np.arange(self.first_thread, self.first_thread + self.n, dtype=U32).astype(unsigned).view(kind)
         if m := re.fullmatch(r"%(n?ctaid)\.([xyz])", a):
@@ -200,7 +190,7 @@ class Warp(Arithmetic, Matrices, Copies, Clusters):
         else:
             assert not re.match(r"%[a-z]+\d+$", a), f"{a} has not been written"
             raise UnknownInstruction(f"operand {a}")
-        return _constant(number, kind)
+        return constant(number, kind)
 
     def predicate(self, a):
         if a[0] in "%!" or a in self.r:

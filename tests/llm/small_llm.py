@@ -13,6 +13,8 @@ TOKENIZER = tiny.tokenizer()
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROMPTS = ["hello world", "one two three", "x"]
 MESSAGES = [{"role": "user", "content": "hi"}]
+PROMPT = "<|user|>hi<|end|><|assistant|>"
+"""Of MESSAGES."""
 
 
 def make(directory, **arguments):
