@@ -84,7 +84,11 @@ def test_a_module_without_kernels(module, tmp_path):
 
 
 def test_one_kernel(module):
-    assert "\n1 kernel becomes 1: " in run("--module", f"{module}:single").output
+    text = run("--module", f"{module}:single").output
+    assert (
+        "\n1 kernel becomes 1: " in text
+        and "\npredicted for nvidia-h100 (by default; --gpu names another GPU)\n" in text
+    )
 
 
 def test_a_preset():

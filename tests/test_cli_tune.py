@@ -107,8 +107,8 @@ def test_the_list_says_what_is_in_force_and_from_where(files):
     assert config["config"] == good["config"] and config["us"] == 2.5 and config["file"] == str(path)
     text = ok("--list", "--gpu", "h200")
     assert all(re.search(rf"^{name} ", text, re.M) for name in tunables.ALL) and "built in" in text
-    assert re.search(r"^rms_norm +rms_norm +1 own; \d+ not used (\[\d\])+$", text, re.M) and str(path) in text
-    assert all(len(line) <= 80 for line in text.partition("read:")[0].splitlines())
+    assert re.search(r"^rms_norm +rms_norm +1 of yours; \d+ not used (\[\d\])+$", text, re.M) and str(path) in text
+    assert all(len(line) <= 80 for line in text.partition("were read:")[0].splitlines())
     wide = ok("--list", "--wide", "--gpu", "h200")
     assert "HopperDecodePlan(pieces, least," in wide
     reasons = [line.split("] ", 1)[1] for line in wide.splitlines() if line.startswith("[")]
@@ -127,7 +127,7 @@ def test_the_list_shows_what_is_shipped(path, monkeypatch):
         assert sum(row["in_force"].values()) + sum(row["stale"].values()) == counts[row["tunable"]]
         assert all(why.startswith("measured with ") for why in row["stale"])
     text = ok("--list", "--gpu", path.stem)
-    assert f"kernel configurations on {path.stem}" in text and f"read: {path}" in text.replace("\n", "")
+    assert f"kernel configurations on {path.stem}" in text and f"were read: {path}" in text.replace("\n", "")
 
 
 def test_the_list_says_that_a_directory_is_none(files, monkeypatch):

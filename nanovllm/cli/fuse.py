@@ -129,16 +129,16 @@ def fuse(
     report = _analyzer(target, model or device_model("h100"), status).report()
     status.clear()
     if not write_json(json_file, {**target.about, **report.to_json()}):
-        _print(target, report, wide, left)
+        _print(target, report, wide, left, " (by default; --gpu names another GPU)" if gpu is None else "")
 
 
-def _print(target: FuseTarget, report: Any, wide: bool, left: bool) -> None:
+def _print(target: FuseTarget, report: Any, wide: bool, left: bool, remark: str) -> None:
     from nanovllm.cli.fuse_tables import print_groups, print_left_out
 
     if not report.rows:
         print(_NOTHING.format(target.title))
         return
-    print(f"{target.title}\npredicted for {report.device}")
+    print(f"{target.title}\npredicted for {report.device}{remark}")
     print_groups(report, wide)
     if left:
         print_left_out(report)

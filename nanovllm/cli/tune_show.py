@@ -65,7 +65,7 @@ def _report(job: TuningJob, found: Candidates) -> str:
 
 
 def show_configurations(op: str | None, device: str, named: str | None, wide: bool, json_file: str | None) -> None:
-    """What can be tuned, and what is in force here or on a named GPU, with these versions, and from where."""
+    """What can be tuned, and what is in use here or on a named GPU, with these versions, and from where."""
     from nanovllm.hardware.devices import select_device
     from nanovllm.hardware.gpu_presets import device_model
     from nanovllm.kernels.op.config_files import DIRECTORY_VARIABLE, SHIPPED, gpu_of, paths
@@ -86,26 +86,26 @@ def show_configurations(op: str | None, device: str, named: str | None, wide: bo
             stale = ", ".join(f"{n} [{reasons.index(reason) + 1}]" for reason, n in r["stale"].items())
             texts = map(", ".join, (r["ops"], r["key"]))
             cells.append((r["tunable"], *texts, "; ".join(r["parameters"]), _in_force(r), stale))
-        head = "tunable", "ops", "chosen by", "configuration", "in force", "not used"
+        head = "tunable", "ops", "chosen by", "configuration", "in use", "not used"
         print_table(head, cells, head, title, wide=True)
         for i, reason in enumerate(reasons, 1):
             say(f"[{i}] {reason}")
     else:
-        narrow = TablePrinter(Column("tunable", 24), Column("ops", 22), Column("in force", 32), title=title)
+        narrow = TablePrinter(Column("tunable", 24), Column("ops", 22), Column("in use", 32), title=title)
         for r in rows:
             unused = f"; {sum(r['stale'].values())} not used {''.join(map(narrow.note, r['stale']))}"
             narrow.add(r["tunable"], r["ops"][0], _in_force(r) + (unused if r["stale"] else ""))
             for name in r["ops"][1:]:
                 narrow.add("", name, "")
         narrow.end()
-        print("--wide shows what each choice depends on and what it sets.")
+        print("built in: the kernel's own rule. --wide: what a choice depends on, what it sets.")
     if gpu is None:
-        print("Configurations are per GPU; there is none here: kernels choose by themselves.")
-    print(f"read: {', '.join(files) or 'no file'}")
+        print("There is no GPU here. `--gpu h200` shows the configurations for an H200.")
+    print(f"files that were read: {', '.join(files) or 'none'}")
     own = directory or "not set"
     if directory and not Path(directory).expanduser().is_dir():
         own += ", which does not exist" if not Path(directory).expanduser().exists() else ", which is no directory"
-    print(f"shipped: {SHIPPED}\nown, {DIRECTORY_VARIABLE}: {own}")
+    print(f"directory of the package: {SHIPPED}\nyour directory, {DIRECTORY_VARIABLE}: {own}")
 
 
 def _in_force(row: dict[str, Any]) -> str:
@@ -113,7 +113,8 @@ def _in_force(row: dict[str, Any]) -> str:
 
     if row["reason"]:
         return row["reason"]
-    sources = [f"{n} {'shipped' if Path(path).parent == SHIPPED else 'own'}" for path, n in row["in_force"].items()]
+    whose = {path: "the package" if Path(path).parent == SHIPPED else "yours" for path in row["in_force"]}
+    sources = [f"{n} of {whose[path]}" for path, n in row["in_force"].items()]
     return ", ".join(sources) or "built in"
 
 

@@ -190,10 +190,10 @@ def forget_files() -> None:
 
 
 def _stale(data: Mapping[str, Any], tunable: Tunable) -> str | None:
-    here = versions()
-    other = [f"{k} {data['versions'].get(k)}, here {v}" for k, v in here.items() if data["versions"].get(k) != v]
-    if other:
-        return "measured with " + ", ".join(other)
+    here, then = versions(), data["versions"]
+    if other := [k for k, v in here.items() if then.get(k) != v]:
+        said = [", ".join(f"{k} {of.get(k) or 'none'}" for k in other) for of in (then, here)]
+        return f"measured with {said[0]}; here: {said[1]}"
     if data["source"] != tunable.source:
         return "the kernels' source has changed since"
     return None

@@ -57,8 +57,8 @@ def test_the_users_directory_takes_precedence_entry_by_entry(config_folder, tmp_
     "differ, reason",
     [
         ({"source": "0" * 16}, "the kernels' source has changed since"),
-        ({"versions": {**versions(), "triton": "1.0"}}, "measured with triton 1.0, here"),
-        ({"versions": {}}, "measured with torch None, here"),
+        ({"versions": {**versions(), "triton": "1.0"}}, "measured with triton 1.0; here: triton "),
+        ({"versions": {}}, "measured with torch none"),
     ],
 )
 def test_a_stale_entry_is_not_used_and_said_once(config_folder, caplog, monkeypatch, differ, reason):
