@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakSet
 
 from nanovllm.chat.tools import CALL, END_CALL
+from nanovllm.quiet_import import quiet_imports
 from nanovllm.wording import brief
 
 logger = logging.getLogger(__name__)
@@ -175,7 +176,8 @@ def described(tools: Any) -> Any:
     """
     if not _is_list(tools) or not any(map(callable, tools)):
         return tools
-    from transformers.utils import get_json_schema
+    with quiet_imports():
+        from transformers.utils import get_json_schema
 
     try:
         return [get_json_schema(tool) if callable(tool) else tool for tool in tools]

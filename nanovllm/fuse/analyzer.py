@@ -75,7 +75,7 @@ class GroupRow:
         }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FusionReport:
     """The groups of a module on a device, and the merges that were made or not."""
 
@@ -90,6 +90,14 @@ class FusionReport:
     @property
     def fused(self) -> float:
         return sum(r.fused for r in self.rows)
+
+    def __repr__(self) -> str:
+        """A line for the device and one for each group, as `nanovllm fuse` shows them."""
+        kernels = sum(len(r.group.kernels) for r in self.rows)
+        lines = [f"<fusion report for {self.device}: {kernels} kernels become {len(self.rows)}"]
+        for r in self.rows:
+            lines.append(f"{r.number}: {r.group.name}: {1e6 * r.unfused:.1f} -> {1e6 * r.fused:.1f} us, {r.served}")
+        return "\n  ".join(lines) + ">"
 
     def to_json(self) -> dict[str, Any]:
         """Everything, in microseconds and bytes."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.quiet_import import quiet_imports
+
 if TYPE_CHECKING:
     from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -44,7 +46,8 @@ class BareTokenizer:
     def whole(self) -> PreTrainedTokenizerBase:
         """transformers' tokenizer, with a copy of this one inside. Always the same object."""
         if self._whole is None:
-            from transformers import PreTrainedTokenizerFast
+            with quiet_imports():
+                from transformers import PreTrainedTokenizerFast
 
             self._whole = PreTrainedTokenizerFast(
                 tokenizer_object=self.backend_tokenizer, chat_template=self._chat_template,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.model_presets import PRESETS, preset
 from nanovllm.models.model_registry import model_class
+from nanovllm.quiet_import import quiet_imports
 from nanovllm.weights import gguf
 from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json
@@ -136,8 +136,7 @@ def _from_hub(model_id: str) -> Path:
     """A hub id's directory in the local cache, downloaded if it is not there."""
     if model_id.startswith((".", "/", "~")):
         raise FileNotFoundError(nowhere(model_id))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="IProgress not found")  # in a notebook; a bar of text is shown
+    with quiet_imports():
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

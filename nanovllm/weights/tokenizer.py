@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.quiet_import import quiet_imports
 from nanovllm.weights.bare_tokenizer import BareTokenizer, check_template
 from nanovllm.weights.gguf_file import GGUFFile, open_gguf
 from nanovllm.weights.json_file import read_json
@@ -76,7 +77,8 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase | Ba
         return _from_gguf(open_gguf(path))
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
+    with quiet_imports():
+        from transformers import AutoTokenizer
 
     try:
         # trust_remote_code=False: by default transformers asks on standard input whether to run a checkpoint's own

@@ -53,6 +53,8 @@ def test_report_as_json():
     gain = pytest.approx(group["unfused_us"] - group["fused_us"], abs=1e-3)
     assert group["served"] == "rms_norm" and group["gain_us"] == gain
     assert data["device"] == "nvidia-rtx-4090" and all(d["made"] for d in data["decisions"])
+    shown = f"1: {group['ops']}: {group['unfused_us']:.1f} -> {group['fused_us']:.1f} us, rms_norm>"  # at a prompt
+    assert repr(report).splitlines()[1].strip() == shown
 
 
 def test_what_cannot_be_traced_is_one_line_that_says_what_can(capfd):

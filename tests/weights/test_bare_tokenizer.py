@@ -1,7 +1,9 @@
 """`BareTokenizer` against the transformers tokenizer that it stands for."""
 
+import builtins
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +94,17 @@ def test_a_header_is_parsed_once(tmp_path: Path) -> None:
     assert open_gguf(path) is not first and open_gguf(path).field("tokenizer.ggml.pre", str) == "qwen2"
     with pytest.raises(FileNotFoundError):
         open_gguf(tmp_path / "none.gguf")
+
+
+def test_no_warning_of_tqdm_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: Any) -> None:
+    def imported(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name == "transformers":
+            warnings.warn("IProgress not found. Please update jupyter and ipywidgets.", stacklevel=2)
+            warnings.warn("something else", stacklevel=2)
+        return real(name, *args, **kwargs)
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", imported)
+    tokenizer: Any = load_tokenizer(byte_level(tmp_path))
+    assert tokenizer.padding_side in ("left", "right")  # transformers' own attribute
+    assert [str(warning.message) for warning in recwarn] == ["something else"]

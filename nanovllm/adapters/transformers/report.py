@@ -81,6 +81,10 @@ class Report:
         yield self.table()
         yield from self.notes
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """The same table where a notebook shows a cell's last value."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         from rich.console import Console
 

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,9 @@ def test_a_report_names_modules_ops_and_providers(model):
     assert rows["Linear", "linear"].count == 2  # the output projections: others are packed or excluded
     assert not any(row.module == "Qwen3MLP" for row in report.rows)
     assert "Qwen3DecoderLayer" in str(report) and "add_rms_norm" in str(report)
+    shown: list[str] = []
+    report._repr_pretty_(SimpleNamespace(text=shown.append), False)  # as a notebook calls it
+    assert shown == [str(report)]
     report.undo()
 
 
