@@ -129,8 +129,7 @@ def shortened(lengths: list[int], tokens: int | None) -> list[int]:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    usual = "rms_norm,add_rms_norm,silu_and_mul,rotary_embedding"
-    p.add_argument("--variants", default=f"0 1 attention_decode {usual},attention_decode")
+    p.add_argument("--variants", default="0 1 attention_decode add_rms_norm,silu_and_mul,attention_decode")
     p.add_argument("--preset", default="qwen3-0.6b")
     p.add_argument("--workloads", default="bs1,bs32,std256")
     p.add_argument("--rounds", type=int, default=3, help="after one that is not counted")

@@ -10,7 +10,7 @@ unless it is asked to:
 The interfaces are those of vLLM 0.24 and 0.26. Norms are implementations of vLLM's IR ops. They come first in the
 priorities that the platform has by default; `--kernel-config` goes before these. The gated activation and the rotation
 are out-of-tree versions of vLLM's layers; `-silu_and_mul` and `-rotary_embedding` in `custom_ops` switch them off.
-`attention_decode`, which must be named, is a part of vLLM's backend FLASH_ATTN (`vllm_attention.py`).
+`attention_decode` is a part of vLLM's backend FLASH_ATTN (`vllm_attention.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any
 logger = logging.getLogger("vllm.plugins.nanovllm")  # a child of vLLM's logger, so that it is shown
 
 VARIABLE = "NANOVLLM_VLLM"
-OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding")
-"""The ops that "1" stands for."""
-ALL_OPS = (*OPS, "attention_decode")
+USUAL_OPS = ("add_rms_norm", "silu_and_mul")
+"""The ops that "1" stands for: those that shorten a step. The others are served if they are named."""
+ALL_OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding", "attention_decode")
 CONFIG_KEY = "nanovllm"
 _PROVIDER = "nanovllm"
 _IR_OPS = {"rms_norm": "rms_norm", "add_rms_norm": "fused_add_rms_norm"}
 """Our op -> vLLM's."""
 _ATTENTION = "nanovllm.adapters.vllm_attention.Backend"
 _HOOKED = "_nanovllm_replaced"
-_OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on", "all")
+_OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on")
 
 
 def register() -> None:
@@ -59,7 +59,7 @@ def register() -> None:
 
 
 def ops_asked_for(value: Any, who: str) -> tuple[str, ...]:
-    """The ops that a value names: "1" or True for all, a list or names with commas between them.
+    """The ops that a value names: "1" or True for the usual ones, a list or names with commas between them.
 
     Raises:
         ValueError: it names something else.
@@ -69,7 +69,7 @@ def ops_asked_for(value: Any, who: str) -> tuple[str, ...]:
     if isinstance(value, str) and value.lower() in (*_OFF, *_ON):
         value = value.lower() in _ON
     if isinstance(value, bool) or value is None:
-        return OPS if value else ()
+        return USUAL_OPS if value else ()
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value
     wrong = names if not isinstance(names, list) else [n for n in names if n not in ALL_OPS]
     if wrong:
@@ -90,7 +90,7 @@ def unsupported() -> str | None:
     return None
 
 
-def serve(ops: Sequence[str] = OPS) -> list[str]:
+def serve(ops: Sequence[str] = USUAL_OPS) -> list[str]:
     """Register kernels for these ops; the names of those that this vLLM takes.
 
     An op whose interface is another one in this version of vLLM is left out, with a warning.

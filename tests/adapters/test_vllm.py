@@ -35,6 +35,7 @@ def replaced():
     return set(vllm_stand_in.CustomOp.registry)
 
 
+OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding")
 LAYERS = {"SiluAndMul", "RotaryEmbedding", "Llama3RotaryEmbedding", "YaRNScalingRotaryEmbedding"}
 
 
@@ -61,8 +62,8 @@ def test_the_environment_asks(platform, monkeypatch, caplog):
     with caplog.at_level(logging.INFO, "vllm.plugins.nanovllm"):
         plugin.register()
         plugin.register()  # vLLM may call it again
-    assert "nanovllm serves rms_norm, add_rms_norm, silu_and_mul, rotary_embedding" in caplog.text
-    assert priority(platform) == (["nanovllm", "native"],) * 2 and replaced() == LAYERS
+    assert "nanovllm serves add_rms_norm, silu_and_mul" in caplog.text
+    assert priority(platform) == (["native"], ["nanovllm", "native"]) and replaced() == {"SiluAndMul"}
 
 
 def test_some_ops(platform, monkeypatch):
@@ -89,7 +90,7 @@ def test_switched_off_in_the_environment_is_off(platform, monkeypatch):
 
 
 def test_taken_back(platform, monkeypatch):
-    monkeypatch.setenv(plugin.VARIABLE, "1")
+    monkeypatch.setenv(plugin.VARIABLE, ",".join(OPS))
     plugin.register()
     plugin.take_back()
     assert priority(platform) == (["native"], ["native"]) and not replaced()
@@ -122,7 +123,7 @@ def test_a_wrong_name_is_said_and_harms_nothing(platform, monkeypatch, caplog):
 
 def test_another_version_of_vllm_loses_the_op_only(platform, monkeypatch, caplog):
     monkeypatch.delattr(sys.modules["vllm.model_executor.layers.activation"], "SiluAndMul")
-    assert plugin.serve() == ["rms_norm", "add_rms_norm", "rotary_embedding"]
+    assert plugin.serve(OPS) == ["rms_norm", "add_rms_norm", "rotary_embedding"]
     assert "does not serve silu_and_mul in this vLLM: ImportError" in caplog.text
 
 
@@ -131,12 +132,12 @@ def test_a_layer_that_somebody_else_replaced_stays(platform, caplog):
         pass
 
     vllm_stand_in.SiluAndMul.register_oot(Theirs)
-    assert "silu_and_mul" not in plugin.serve()
+    assert "silu_and_mul" not in plugin.serve(OPS)
     assert vllm_stand_in.CustomOp.registry["SiluAndMul"] is Theirs and "is replaced already" in caplog.text
 
 
 def test_norms_compute_what_vllms_do(platform):
-    plugin.serve()
+    plugin.serve(OPS)
     x, residual, weight = torch.randn(3, 32), torch.randn(3, 32), torch.randn(32)
     for name, arguments in (("rms_norm", (x,)), ("fused_add_rms_norm", (x, residual))):
         impls = vllm_stand_in.IrOp.registry[name].impls
@@ -148,7 +149,7 @@ def test_norms_compute_what_vllms_do(platform):
 
 
 def test_layers_compute_what_vllms_do(platform):
-    plugin.serve()
+    plugin.serve(OPS)
     layer, x = vllm_stand_in.SiluAndMul(), torch.randn(3, 32)
     assert type(layer).__module__ == plugin.__name__ and isinstance(layer, vllm_stand_in.SiluAndMul)
     torch.testing.assert_close(layer(x), layer.forward_native(x))
@@ -161,7 +162,7 @@ def test_layers_compute_what_vllms_do(platform):
 
 
 def test_custom_ops_switch_a_layer_off(platform):
-    plugin.serve()
+    plugin.serve(OPS)
     vllm_stand_in.CustomOp.custom_ops = ["none", "-silu_and_mul"]
     layer = vllm_stand_in.SiluAndMul()
     assert layer._forward_method == layer.forward_native
