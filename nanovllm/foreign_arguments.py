@@ -49,7 +49,8 @@ ENGINE_ARGUMENTS = table(
     ("the engine logs no statistics", None, "disable_log_stats disable_log_requests enable_log_requests"
      " show_hidden_metrics_for_version collect_detailed_traces aggregate_engine_logging kv_cache_metrics"
      " kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics"
-     " enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats"),
+     " enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats"
+     " per_request_spec_decode_metrics"),
     ("profiles are written by `python bench.py --profile`", _OFF, "profiler_config"),
     ("the sizes of CUDA graphs follow max_num_seqs", None, "max_seq_len_to_capture max_context_len_to_capture"
      " cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size"),
@@ -68,6 +69,11 @@ ENGINE_ARGUMENTS = table(
      " ignore_patterns safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location"
      " low_cpu_mem_usage"),
     ("the prefix cache is keyed BLAKE2b", None, "prefix_caching_hash_algo"),
+    ("the prefix cache keeps every full block until its memory is needed", None, "prefix_cache_retention_interval"),
+    ("the queue of a server is limited by max_waiting of `nanovllm serve`", (None,), "max_num_queued_reqs"),
+    ("the queue of a server is limited by max_waiting_tokens of `nanovllm serve`", (None,), "max_num_queued_tokens"),
+    ("a server starts a process that died again; leave it out", _OFF, "enable_fault_tolerance"
+     " fault_tolerance_config"),
     ("parameters are SamplingParams' defaults; pass others with a call", ("auto", "vllm", None, {}),
      "generation_config override_generation_config"),
     # What is not supported: the values that switch it off are taken.
@@ -90,11 +96,13 @@ ENGINE_ARGUMENTS = table(
      " data_parallel_multi_port_external_lb disable_nccl_for_dp_synchronization dp_size"),
     ("a model is split by tensor_parallel_size alone", _ONE, "pipeline_parallel_size"
      " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
-     " enable_elastic_ep enable_ep_weight_filter ubatch_size enable_eplb pp_size ep_size"),
+     " enable_elastic_ep enable_ep_weight_filter ubatch_size enable_eplb pp_size ep_size"
+     " enable_batch_sharded_sampling num_redundant_experts"),
     ("a model is split by tensor_parallel_size alone, so this has no effect", None, "data_parallel_backend"
      " data_parallel_address data_parallel_rpc_port dcp_comm_backend dcp_kv_cache_interleave_size"
      " cp_kv_cache_interleave_size all2all_backend dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config"
-     " expert_placement_strategy"),
+     " expert_placement_strategy dcp_q_replicate dp_sync_interval eplb_window_size eplb_step_interval"
+     " eplb_log_balancedness"),
     ("a model runs on one machine; use its GPUs with tensor_parallel_size", _ONE, "nnodes node_rank"),
     ("experts are split by tensor_parallel_size, and their choices are not returned; leave it out", _OFF,
      "enable_return_routed_experts"),
@@ -105,24 +113,29 @@ ENGINE_ARGUMENTS = table(
     ("images, audio and video are not supported; send text", _OFF, "mm_processor_kwargs"
      " media_io_kwargs enable_mm_embeds interleave_mm_strings allowed_local_media_path allowed_media_domains"
      " mm_encoder_only mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
-     " mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate"),
+     " mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate enable_multimodal_encoder_data_parallel"),
     ("images, audio and video are not supported, so this has no effect", None, "limit_mm_per_prompt"
      " mm_processor_cache_gb mm_processor_cache_type disable_mm_preprocessor_cache mm_shm_cache_max_object_size_mb"
      " skip_mm_profiling language_model_only mm_encoder_tp_mode mm_encoder_fp8_scale_save_margin renderer_num_workers"
-     " mm_tensor_ipc mm_ipc_gpu_memory_gb disable_chunked_mm_input"),
+     " mm_tensor_ipc mm_ipc_gpu_memory_gb disable_chunked_mm_input mm_hasher_algorithm video_pruning_method"
+     " mm_processor_device mm_device_do_normalize ec_manager_config"),
     ("models with state-space layers are not supported; use another model", _OFF, "mamba_config"
      " mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode"
-     " enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend"),
-    ("models with state-space layers are not supported, so this has no effect", None, "mamba_backend"),
+     " enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend kda_prefill_backend"
+     " use_replayssm mamba_ssu_algorithm"),
+    ("models with state-space layers are not supported, so this has no effect", None, "mamba_backend"
+     " replayssm_buffer_len"),
     ("weights cannot be replaced while an engine runs; make a new LLM", _OFF, "weight_transfer_config"),
     ("the engine generates text; leave it out: embeddings, scores and rewards are not supported",
      (None, "auto", "generate"), "task runner convert override_pooler_config pooler_config"),
     ("llguidance constrains outputs", None, "guided_decoding_backend guided_decoding_disable_fallback"
-     " guided_decoding_disable_any_whitespace structured_outputs_config"),
+     " guided_decoding_disable_any_whitespace structured_outputs_config"
+     " guided_decoding_disable_additional_properties"),
     ("reasoning is found by the chat template; in Python use the parsers of nanovllm.chat", None, "reasoning_parser"
      " reasoning_parser_plugin"),
     ("reasoning is found by the chat template; leave it out", _OFF, "reasoning_config"),
-    ("the engine cannot sleep; close the LLM, which frees its memory", _OFF, "enable_sleep_mode"),
+    ("the engine cannot sleep; close the LLM, which frees its memory", _OFF, "enable_sleep_mode"
+     " enable_nccl_comm_suspend"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
      " logits_processor_pattern"),
     ("the KV cache stays in the engine; leave it out", _OFF, "kv_transfer_config kv_events_config ec_transfer_config"),
@@ -156,7 +169,8 @@ ENGINE_ARGUMENTS = table(
      " max_memory mem_fraction_static"),
     ("an option of another engine, without a counterpart here; leave it out", _OFF, "additional_config model_impl"
      " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"
-     " enable_cumem_allocator tokens_only allow_deprecated_quantization"),
+     " enable_cumem_allocator tokens_only allow_deprecated_quantization enable_trace_replay external_parameters"
+     " return_sampling_mask"),
     # Other names of arguments that the engine has.
     ("use kvcache_block_size", _RENAMED, "block_size"),
     ("use num_kvcache_blocks", _RENAMED, "num_gpu_blocks_override"),

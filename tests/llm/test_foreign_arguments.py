@@ -44,7 +44,7 @@ def test_harmless_arguments_are_taken_with_one_line(directory, caplog):
 
 
 def test_defaults_of_vllm_are_taken(caplog):
-    """Those of vLLM 0.24 that are not None, False, 0 or "auto": scripts spell them out."""
+    """Those of vLLM 0.24 and later that are not None, False, 0 or "auto": scripts spell them out."""
     defaults = dict(
         config_format="auto", model_weights="", block_size=None, num_gpu_blocks_override=None, torch_dtype=None,
         dcp_comm_backend="ag_rs", data_parallel_backend="mp", all2all_backend="allgather_reducescatter",
@@ -53,7 +53,8 @@ def test_defaults_of_vllm_are_taken(caplog):
         limit_mm_per_prompt={"image": 0}, mm_processor_cache_gb=4, mm_processor_cache_type="lru",
         mm_shm_cache_max_object_size_mb=128, mm_encoder_tp_mode="weights", mm_encoder_fp8_scale_save_margin=1.5,
         renderer_num_workers=1, mm_tensor_ipc="direct_rpc", mamba_backend="triton", compilation_config=3,
-        optimization_level=2, performance_mode="balanced",
+        optimization_level=2, performance_mode="balanced", max_num_queued_reqs=None, replayssm_buffer_len=16,
+        mm_hasher_algorithm="blake3", dp_sync_interval=1, per_request_spec_decode_metrics="none",
     )  # fmt: skip
     decides = dict(max_model_len=None, max_num_seqs=None, enable_prefix_caching=None)
     assert EngineConfig("m", **decides) == EngineConfig("m", max_model_len="auto")
