@@ -71,10 +71,10 @@ def test_a_run_counts_what_it_should(run):
     assert code == 0
     (row,) = record["rows"]
     named = [row[k] for k in ("engine", "variant", "workload", "load")]
-    assert named == ["nanovllm", "custom", "custom", "3 x 4-9 -> 5"]
+    assert named == ["nanovllm", "custom", "own-load", "3 x 4-9 -> 5"]
     assert len(row["repeats"]) == 2 and len(row["warmup_seconds"]) == 1
     assert [r["output_tokens"] for r in row["repeats"]] == [15, 15]
-    prompts = [sum(len(i.prompt) for i in Workload("custom", 3, (4, 9), 5).draw(s, 199)) for s in (0, 1)]
+    prompts = [sum(len(i.prompt) for i in Workload("own-load", 3, (4, 9), 5).draw(s, 199)) for s in (0, 1)]
     assert [r["total_tokens"] - 15 for r in row["repeats"]] == prompts
     for r in row["repeats"]:
         assert 0 < r["ttft_p50"] <= r["ttft_p99"] <= r["seconds"] and 0 < r["itl_p50"] <= r["itl_p99"] < r["seconds"]
@@ -82,7 +82,7 @@ def test_a_run_counts_what_it_should(run):
     assert row["about"]["kernels"]["rms_norm"] == "native" and row["about"]["dtype"] == "float32"
     assert record["rates"]["bandwidth"] > 1e8 and record["rates"]["matmul"]["float32"] > 1e8
     assert set(record["versions"]) == {"torch", "triton", "cuda"} and record["arguments"]["repeat"] == 2
-    assert re.search(r"custom +nanovllm custom +[\d,.]+ ", out)
+    assert re.search(r"own-load +nanovllm custom +[\d,.]+ ", out)
 
 
 def test_each_round_starts_every_engine_anew(run):
@@ -144,7 +144,7 @@ def test_on_and_off_and_the_price_of_each_op(run):
 def test_without_custom_kernels_there_is_nothing_to_compare_or_ablate(run):
     code, out, record = run(*SMALL, "--compare", "--ablate", "--kernels", NO_CPU_KERNELS)
     assert code == 0 and [r["variant"] for r in record["rows"]] == ["custom", "native"]
-    assert "custom: both rows ran the reference, since no custom kernel ran on cpu" in out
+    assert "own-load: both rows ran the reference, since no custom kernel ran on cpu" in out
     assert "nanovllm default" in out and "nanovllm native" in out and "nanovllm custom" not in out
     assert "no op of this model has a custom kernel here" in out
 
@@ -313,13 +313,13 @@ def test_a_time_limit_for_each_row(run):
 def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
     assert run(*SMALL, "--check")[0] == 1  # nothing to compare with yet
     code, out, _ = run(*SMALL, "--save")
-    (kept,) = (tmp_path / "results").glob("*/custom.json")
+    (kept,) = (tmp_path / "results").glob("*/own-load.json")
     assert code == 0 and f"kept: {kept}" in out
     code, out, _ = run("--history")
     assert code == 0 and re.search(r"tiny-qwen3, nanovllm custom\n +[\d-]+ ", out)
     document = tmp_path / "doc.md"
     document.write_text("<!-- bench:begin -->\n<!-- bench:end -->\n")
-    assert run("--tables", str(document))[0] == 0 and "| custom: 3 x 4-9 -> 5 | tiny-qwen3 |" in document.read_text()
+    assert run("--tables", str(document))[0] == 0 and "| own-load: 3 x 4-9 -> 5 | tiny-qwen3 |" in document.read_text()
     # Another cache is not compared with this one.
     assert run(*SMALL, "--kv-cache-dtype", "fp8")[2]["rows"][0]["model"] == "tiny-qwen3, fp8 cache"
     # A kept share that this machine cannot reach is a regression; one that it can is none.
@@ -328,7 +328,7 @@ def test_results_are_kept_shown_and_checked(run, tmp_path, capfd):
         runs[0]["rows"][0]["mbu"] = runs[0]["rows"][0]["mfu"] = share
         kept.write_text(json.dumps(runs))
         code, out, _ = run(*SMALL, "--check")
-        assert code == expected and ("FELL custom: share of the limit" in out) == bool(expected)
+        assert code == expected and ("FELL own-load: share of the limit" in out) == bool(expected)
 
 
 def test_json_on_standard_output_comes_alone(tiny_qwen3, capfd):

@@ -169,7 +169,7 @@ def workloads(args: argparse.Namespace) -> list[Workload]:
         if missing or args.workload is not None:
             raise ValueError(f"a load of your own needs {', '.join(own)}, and no --workload")
         lengths = parse_length(args.input_len), parse_length(args.output_len)
-        return [Workload("custom", args.num_requests, *lengths, rate=args.rate)]
+        return [Workload("own-load", args.num_requests, *lengths, rate=args.rate)]
     if args.workload is not None:
         found = select(names_in("--workload", args.workload, WORKLOADS))
     else:
