@@ -4,7 +4,7 @@ import gc
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,15 +48,36 @@ def pytest_configure() -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m "slow and not gpu"` imports no file in which no test is slow: three quarters of them."""
-    if not config.option.markexpr.startswith("slow") or not collection_path.match("test_*.py"):
+    """`-m "slow and not gpu"` imports no file in which no test is slow: three quarters of them. Nor does
+    `-m "slow and alone and not gpu"` import one in which no test is both.
+    """
+    expression = config.option.markexpr
+    if not expression.startswith("slow") or not collection_path.match("test_*.py"):
         return None
-    return None if collection_path.name.endswith(_SLOW) or "mark.slow" in collection_path.read_text() else True
+    text = collection_path.read_text()
+    slow = collection_path.name.endswith(_SLOW) or "mark.slow" in text
+    return None if slow and ("mark.alone" in text or not expression.startswith("slow and alone")) else True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Every second process collects backwards. In a fresh clone, where no compiled module is kept yet, each process
+    then finds half of the test modules compiled by the other, with their assertions rewritten.
+    """
+    report = yield
+    if isinstance(collector, pytest.Directory) and os.environ.get("PYTEST_XDIST_WORKER", "gw0")[-1] in "13579":
+        report.result.reverse()
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST))
+    def place(item: pytest.Item) -> tuple[int, tuple[str, ...]]:
+        return _LONGEST.index(item.path.name) if item.path.name in _LONGEST else len(_LONGEST), item.path.parts
+
+    items.sort(key=place)  # the same order in every process
     for item in items:
         if item.path.name.endswith(_SLOW):
             item.add_marker(pytest.mark.slow)

@@ -123,7 +123,7 @@ class Workplace:
         if block.language == "python":
             done = self._call([sys.executable, "-"], block, input=block.text)
             assert done.returncode == 0, f"{where}: {done.stdout}{done.stderr}"
-            return []
+            return [("python", [], done.stdout)]
         assert block.language in ("console", "text"), (
             f"{where}: {block.language!r} is not a kind of block that is tested"
         )

@@ -10,7 +10,7 @@ def test_the_table_is_what_the_command_prints():
     assert embedded_table(KERNELS.read_text()) == printed_table(), "run python -m tests.docs.update"
 
 
-RUN_ALONE = ("attention-provider", "models", "fast-paths", "serving", "adapters")
+RUN_ALONE = ("attention-provider", "models", "fast-paths", "serving")  # test_adapters.py runs adapters.md
 COMPARED = ("structured-output", "fusion")
 
 
