@@ -27,6 +27,8 @@ from nanovllm.kernels.op.inputs import Shape, nbytes, written
 from nanovllm.kernels.op.provider import NATIVE
 
 _HARDWARE = {NATIVE: ["cpu", "cuda"], "cpu": ["cpu"]}
+_MOST_BYTES = 4 << 20
+"""Of a file of inputs of a workload whose shape the user did not name."""
 _NAMESPACE = uuid.UUID("5c0ab1fe-57b5-5a38-8f5e-0c7a4c3b6e10")
 
 
@@ -54,7 +56,8 @@ def export_op(
     are random in the workloads; others, such as positions and block tables, are stored as safetensors.
 
     Args:
-        shapes: those of the workloads; None: the op's decode steps and large shapes.
+        shapes: those of the workloads; None: the op's decode steps and large shapes, without those that need a file of
+            more than 4 MiB.
         providers: those to write as Solutions; None: all. The Solution of `native` is self-contained. Others call the
             provider in this package, which has to be installed where they run.
 
@@ -81,10 +84,19 @@ def export_op(
                 symbols = signature(op, shape, dtype, variant)
                 definition = _definition(op, symbols, dtype, reference)
                 name = definition["name"]
-                inputs = _inputs(op, name, shape, dtype, variant, directory, files)
+                inputs, data = _inputs(op, name, shape, dtype, variant)
+                if shapes is None and sum(map(len, data.values())) > _MOST_BYTES:
+                    raise NotExpressible(
+                        f"its inputs are a file of {sum(map(len, data.values())) >> 20} MiB; --shape {written(shape)} "
+                        "writes it"
+                    )
             except NotExpressible as e:
                 left_out[f"{written(shape)}: {e}"] = None
                 continue
+            for path, content in data.items():
+                (directory / path).parent.mkdir(parents=True, exist_ok=True)
+                (directory / path).write_bytes(content)
+                files.append(directory / path)
             known, traces = groups.setdefault(name, (definition, []))
             if known != definition:
                 raise ValueError(f"{op.name}: two Definitions would have the name {name}")
@@ -175,10 +187,9 @@ def _grouped(op: Op, given: Mapping[str, str]) -> list[str]:
 
 
 def _inputs(
-    op: Op, definition: str, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any], directory: Path,
-    files: list[Path],
-) -> dict[str, Any]:  # fmt: skip
-    """Where the inputs of a workload come from. What is not simply random is written to a file."""
+    op: Op, definition: str, shape: Shape, dtype: torch.dtype, variant: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[Path, bytes]]:
+    """Where the inputs of a workload come from, and the file of those that are not simply random."""
     arguments, maker = shapes_only(op, shape, dtype, variant)
     tensors = {k: v for k, v in arguments.items() if isinstance(v, torch.Tensor)}
     stored = {k: v for k, v in tensors.items() if not maker.is_random(v)}
@@ -190,22 +201,21 @@ def _inputs(
         arguments = op.inputs(Tensors(dtype, torch.device("cpu")), shape, variant)
         stored = {k: arguments[k] for k in stored}
     found: dict[str, Any] = {}
+    content: dict[Path, bytes] = {}
     if stored:
         from safetensors.torch import save
 
         data = save({k: _bits(v.contiguous()) for k, v in stored.items()})
         digest = hashlib.sha256(data).hexdigest()[:16]
         path = Path("blob", "workloads", op.name, definition, f"{definition}_{digest}.safetensors")
-        (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        (directory / path).write_bytes(data)
-        files.append(directory / path)
+        content[path] = data
         found = {k: {"type": "safetensors", "path": path.as_posix(), "tensor_key": k} for k in stored}
     for name, value in arguments.items():
         if name in tensors:
             found.setdefault(name, {"type": "random"})
         elif isinstance(value, (bool, int, float)):
             found[name] = {"type": "scalar", "value": value}
-    return {name: found[name] for name in arguments if name in found}
+    return {name: found[name] for name in arguments if name in found}, content
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def find(path: Path, definition: Path | None = None, only: Sequence[str] = ()) -
         path: a Solution's JSON file, or a directory. FlashInfer-Bench's have the folders `definitions`, `solutions`
             and `workloads`; in others every JSON file is looked at.
         definition: the Definition's file. Left out: the one of the name that the Solution says, in the directory, or
-            in the nearest folder above the file that has `definitions`.
+            in the nearest folder above that has `definitions`.
         only: names of Solutions or Definitions; the others are left out.
 
     Raises:
@@ -54,6 +54,9 @@ def find(path: Path, definition: Path | None = None, only: Sequence[str] = ()) -
         raise DocumentError(f"{path}: no such file or directory")
     root = path if path.is_dir() else _root_above(path)
     definitions = _definitions([definition] if definition is not None else _json_files(root, "definitions"))
+    if not definitions and (_root_above(path) / "definitions").is_dir():  # a folder within such a directory
+        root = _root_above(path)
+        definitions = _definitions(_json_files(root, "definitions"))
     files = _json_files(path, "solutions") if path.is_dir() else [path]
     found: dict[str, Found] = {}
     for file in files:

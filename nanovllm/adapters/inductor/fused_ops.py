@@ -166,7 +166,8 @@ def _tensors_of(match: Match, pattern: Pattern, parameters: list[str]) -> list[t
         value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
         if name in pattern.scalars:
             if not isinstance(value, (int, float)):
-                return f"{name} is no constant of the graph, as in a model that was compiled with dynamic=True"
+                # dynamic=True makes inputs of the graph of a model's numbers.
+                return f"{name} is no constant of the graph; set torch._dynamo.config.specialize_float = True before"
         elif isinstance(value, torch.Tensor):
             tensors.append(value)
         else:

@@ -61,7 +61,8 @@ def apply(
     if any(put_in_here(module) for module in model.modules()):
         raise ValueError("model: nanovllm was applied to a model that contains it; undo that first")
     parameters = list(model.parameters())
-    if parameters and all(parameter.is_meta for parameter in parameters):
+    offloaded = any("_hf_hook" in module.__dict__ for module in model.modules())  # accelerate brings the weights
+    if parameters and all(parameter.is_meta for parameter in parameters) and not offloaded:
         raise ValueError('model: its weights are on the device "meta", so there is nothing to compute; load them first')
     excluded = _excluded(model, exclude)
     outcomes, notes, patches = Outcomes(), _notes(model), Patches(model)

@@ -15,7 +15,16 @@ from torch import nn
 from nanovllm.adapters.transformers.attn_implementation import CACHES, NAME, RECORD, register_attention
 from nanovllm.adapters.transformers.norms import NormKind, Norms
 from nanovllm.adapters.transformers.patches import Packed
-from nanovllm.adapters.transformers.probe import changed_linear, hooked, is_linear, random, run, same, stand_in
+from nanovllm.adapters.transformers.probe import (
+    changed_linear,
+    hooked,
+    is_linear,
+    plain_parameter,
+    random,
+    run,
+    same,
+    stand_in,
+)
 from nanovllm.adapters.transformers.selected import Call, differentiated
 
 Tensor = torch.Tensor
@@ -80,6 +89,17 @@ def _table(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
     return positions if cos.shape[0] == batch else positions.repeat(batch), table
 
 
+def chooses_attention(module: nn.Module) -> bool:
+    """Whether a module's forward calls an attention function of transformers' `AttentionInterface`."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "get_interface" in code.co_names
+
+
+def has_frequencies(module: nn.Module) -> bool:
+    """Whether it is a rotary embedding."""
+    return any("inv_freq" in name for name in module._buffers)
+
+
 def unsuited_rotary(model: nn.Module, head_dim: int) -> str | None:
     """Why a model's rotary embedding is not the one of the ops: pairs (i, i + head_dim / 2) turn by one angle a token.
 
@@ -87,7 +107,7 @@ def unsuited_rotary(model: nn.Module, head_dim: int) -> str | None:
     """
     found = False
     for module in model.modules():
-        if not any("inv_freq" in name for name in module._buffers):
+        if not has_frequencies(module):
             continue
         found = True
         buffers = {name: b if b is None else b.detach().cpu() for name, b in module._buffers.items()}
@@ -168,8 +188,9 @@ def recognise_attention(module: nn.Module, norms: Norms) -> AttentionKind | str 
         norm = norms.kind(pair[0])
         if norm is None or norms.kind(pair[1]) != norm or any(len(one.weight) != head_dim for one in pair):
             return "the norms of its queries and keys are not RMS norms of a head"
-    if any(parameter.is_meta for parameter in module.parameters()):
-        return "its weights are elsewhere (offloaded)"
+    reasons = (plain_parameter(parameter) for parameter in module.parameters())
+    if (reason := next(filter(None, reasons), None)) is not None:
+        return reason
     kind = AttentionKind(projections, head_dim, sizes, norm, cache, parameters, {})
     return _probed(module, kind)
 

@@ -221,13 +221,15 @@ def plan_mask(
         return as_sdpa()  # a window counts padding that lies within it
     # Where each query stands among the keys: [queries] or, if the cache's length is on the device, a tensor too.
     places = torch.arange(q_length, device=device, dtype=torch.int32) + (q_offset - kv_offset)
-    plan = _plan(places, batch_size, kv_length, kv_offset, attention_mask)
+    plan = _plan(places, batch_size, kv_length, kv_offset, attention_mask, windowed)
     if not torch.compiler.is_compiling() and ("local_size" in kwargs or not windowed):
         setattr(plan, WINDOW, kwargs["local_size"] if windowed else None)
     return plan
 
 
-def _plan(places: Tensor, batch_size: int, kv_length: int, kv_offset: int, attention_mask: Tensor | None) -> Tensor:
+def _plan(
+    places: Tensor, batch_size: int, kv_length: int, kv_offset: int, attention_mask: Tensor | None, windowed: bool
+) -> Tensor:
     """The plan of queries that stand at these places among the keys."""
     q_length = len(places)
     if attention_mask is None or _is_full(attention_mask):
@@ -235,8 +237,8 @@ def _plan(places: Tensor, batch_size: int, kv_length: int, kv_offset: int, atten
     real = F.pad(attention_mask, (0, max(0, kv_offset + kv_length - attention_mask.shape[1])))
     real = real[:, kv_offset : kv_offset + kv_length]
     at = places.long().clamp(0, kv_length - 1)
-    visible = real.cumsum(1)[:, at]
-    if q_length > 1:
+    visible = real.cumsum(1)[:, at]  # at padding on the right all tokens, as PyTorch's attention
+    if windowed and len(places) > 1:  # of which a window there would have others
         visible = visible.masked_fill(~real[:, at], 0)
     tokens = torch.argsort(~real, dim=1, stable=True)
     return torch.cat((visible, tokens), 1).to(torch.int32)[:, None, None]

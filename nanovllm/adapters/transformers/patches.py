@@ -38,6 +38,8 @@ class _Attribute:
             if self.name not in _SLOTS or self.owner.__dict__.get(name) == self.new:
                 if self.had:
                     self.owner.__dict__[name] = self.old
+                elif name == "_old_forward":  # added after `apply`: its hooks call what is there
+                    self.owner.__dict__[name] = MethodType(type(self.owner).forward, self.owner)
                 else:
                     self.owner.__dict__.pop(name, None)
 
@@ -172,9 +174,12 @@ class Packed:
 
     def current(self, layers: Sequence[nn.Linear]) -> bool:
         """Whether these are the layers, with the weights that were packed and without hooks: not after `model.to(...)`,
-        nor in a copy, nor with the adapters of PEFT, which have the weight of the layer within.
+        nor in a copy, nor with the adapters of PEFT, which have the weight of the layer within. Nor for torch.export,
+        which names weights after modules, and would write the packed ones too.
         """
-        if any(a is not b or a._forward_hooks or a._forward_pre_hooks for a, b in zip(layers, self._layers)):
+        if torch.compiler.is_exporting():
+            return False
+        if any(a is not b or hooked(a) for a, b in zip(layers, self._layers)):
             return False
         if torch.compiler.is_compiling():
             return True  # addresses cannot be traced

@@ -67,8 +67,13 @@ def plain_parameter(parameter: Any) -> str | None:
 
 
 def hooked(*modules: nn.Module) -> bool:
-    """Whether calls of one of the modules run more than its forward."""
-    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
+    """Whether calls of one of the modules run more than its forward. What moves tensors between devices is no more."""
+    return any(m._forward_hooks or m._forward_pre_hooks or _of_accelerate(m) for m in modules)
+
+
+def _of_accelerate(module: nn.Module) -> bool:
+    hook = module.__dict__.get("_hf_hook")
+    return hook is not None and type(hook).__name__ != "AlignDevicesHook"
 
 
 def is_linear(module: Any) -> bool:

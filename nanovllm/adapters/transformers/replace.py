@@ -15,6 +15,8 @@ from nanovllm.adapters.transformers.attention_layer import (
     AttentionCalls,
     AttentionKind,
     attention_forward,
+    chooses_attention,
+    has_frequencies,
     recognise_attention,
     unsuited_rotary,
 )
@@ -44,7 +46,8 @@ class Replacing:
         self._model, self._selection, self._patches, self._outcomes = model, selection, patches, outcomes
         self._excluded = excluded
         self._norms, self._mlps, self._angles = Norms(), MLPs(), Angles()
-        self._rotary: dict[int, str | None] = {}
+        self._scopes = [(m, set(m.modules())) for m in model.modules() if any(map(has_frequencies, m.children()))]
+        self._rotary: dict[tuple[nn.Module, int], str | None] = {}
         self._attention: list[nn.Module] = []
         self._parts: dict[nn.Module, Any] = {}  # what was put in: the arguments of its forward
         self.caps_scores = False
@@ -70,9 +73,12 @@ class Replacing:
                 self._embedding(module)
             elif isinstance(module, nn.Embedding):
                 self._outcomes.left(module, "embedding", "it computes more than rows of a table")
-            elif sum(p is not None and p.dim() == 3 for p in module._parameters.values()) > 1:
+            elif _has_experts(module):
                 why = "products of several experts, for which there is no op here"
                 self._outcomes.left(module, "silu_and_mul", why)
+            elif attention.get(module) is None and chooses_attention(module):
+                if "attention_dense" in self._selection.wanted:
+                    self._outcomes.left(module, "attention_dense", "it is not built as in Llama's decoder layers")
             else:
                 self._layer(module)
         packed = {layer for m, kind in attention.items() if isinstance(kind, AttentionKind) for layer in kind.layers(m)}
@@ -114,7 +120,10 @@ class Replacing:
         if computes_with_masks(module.config):
             return "attention of its model computes with masks"
         # Projections that are quantised may have no parameter.
-        return self._call("attention_dense", next(chain(module.parameters(), self._model.parameters())))
+        weight = next(chain(module.parameters(), self._model.parameters()))
+        if weight.dtype == torch.float64:
+            return str(plain_parameter(weight))
+        return self._call("attention_dense", weight)
 
     def choose(self, module: nn.Module, call: Call) -> None:
         """Let a module's attention function run this provider."""
@@ -159,9 +168,10 @@ class Replacing:
         if isinstance(kind, str):
             return self._outcomes.left(module, op, kind)
         layers = kind.layers(module)
-        if kind.head_dim not in self._rotary:
-            self._rotary[kind.head_dim] = unsuited_rotary(self._model, kind.head_dim)
-        reason = foreign_forward(module) or self._rotary[kind.head_dim] or Packed.refused(layers)
+        scope = next((m for m, within in reversed(self._scopes) if module in within), self._model)
+        if (scope, kind.head_dim) not in self._rotary:
+            self._rotary[scope, kind.head_dim] = unsuited_rotary(scope, kind.head_dim)
+        reason = foreign_forward(module) or self._rotary[scope, kind.head_dim] or Packed.refused(layers)
         norm = kind.head_norm
         fused: Call | str = "no head norms"
         if norm is not None and not norm.one_plus:
@@ -209,6 +219,12 @@ class Replacing:
             return self._outcomes.left(module, "add_rms_norm", str(call))
         self._put(module, "add_rms_norm", call, layer_forward(kind, norm, call, type(module).forward))
         self._parts[module] = kind
+
+
+def _has_experts(module: nn.Module) -> bool:
+    """Whether a module has weights [experts, outputs, inputs]."""
+    sizes = [p.shape[0] for p in module._parameters.values() if p is not None and p.dim() == 3]
+    return len(sizes) > 1 and min(sizes) > 1 and len(set(sizes)) == 1
 
 
 def own_code_if_compiled(put_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

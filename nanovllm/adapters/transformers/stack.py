@@ -7,6 +7,7 @@ model's own forward still makes masks, angles and results, and hooks on a layer 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
 import weakref
@@ -37,6 +38,10 @@ STACK = "_nanovllm_stack"
 _KNOWN = (
     "attention_mask", "position_embeddings", "position_ids", "use_cache", "cache_position", *CACHES,
 )  # fmt: skip
+_USUAL = {
+    *_KNOWN, "self", "input_ids", "inputs_embeds", "output_attentions", "output_hidden_states", "return_dict", "kwargs",
+}  # fmt: skip
+"""The arguments of a decoder."""
 
 
 class LayerWeights(NamedTuple):
@@ -261,16 +266,21 @@ def install(owner: nn.Module, name: str, stack: Stack, patches: Patches) -> None
         patches.set_attribute(module, STACK, stack)
         own = module.__dict__.get(forward_slot(module))
         own = type(module).forward if own is None else own.__func__
-        patches.set_forward(module, _owner_forward(own) if module is owner else _layer_forward(own))
+        patches.set_forward(module, _owner_forward(own, _more(owner)) if module is owner else _layer_forward(own))
     stack.remember(owner, name)
 
 
-def _owner_forward(own: Callable[..., Any]) -> Callable[..., Any]:
+def _more(owner: nn.Module) -> list[str]:
+    """The arguments that other models do not have, such as features that Qwen3-VL adds between its layers."""
+    return [name for name in inspect.signature(type(owner).forward).parameters if name not in _USUAL]
+
+
+def _owner_forward(own: Callable[..., Any], more: list[str]) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return own(module, *args, **with_plan(module, args, kwargs))
-        if module.training or torch.is_grad_enabled():
+        if module.training or torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in more):
             return own(module, *args, **kwargs)
         stack = module.__dict__.get(STACK)
         if stack is None:

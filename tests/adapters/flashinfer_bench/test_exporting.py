@@ -93,6 +93,18 @@ def test_what_would_be_too_large_a_file_is_not_made(tmp_path):
         export_op(OPS["embedding_packed"], tmp_path, torch.float32, [(1, 151936, 4096, 5)])
 
 
+def test_a_large_file_is_made_for_a_shape_that_is_named(tmp_path):
+    op = OPS["linear_gguf"]
+    exported = export_op(op, tmp_path, providers=["native"])
+    assert any(
+        "1x4096x4096: its inputs are a file of 9 MiB; --shape 1x4096x4096 writes it" in r for r in exported.left_out
+    )
+    files = list(tmp_path.rglob("*.safetensors"))
+    assert files and all(path.stat().st_size <= 4 << 20 for path in files)
+    export_op(op, tmp_path, shapes=[(1, 4096, 4096)], providers=["native"])
+    assert max(path.stat().st_size for path in tmp_path.rglob("*.safetensors")) > 4 << 20
+
+
 def test_the_same_files_each_time(tmp_path):
     for folder in ("a", "b"):
         exported("qk_norm_rope", tmp_path / folder)

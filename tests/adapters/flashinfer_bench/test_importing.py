@@ -167,6 +167,8 @@ def test_finding(tmp_path):
     assert [s["name"] for s in one.solutions] == ["other", "scaled_add_h8_right"] and len(one.workloads) == 1
     (one,) = find(tmp_path / "solutions" / "elementwise" / "other.json")
     assert [s["name"] for s in one.solutions] == ["other"] and one.dtype == "bfloat16"
+    (one,) = find(tmp_path / "solutions")
+    assert len(one.solutions) == 2 and len(one.workloads) == 1
     (one,) = find(tmp_path, only=["other"])
     assert [s["name"] for s in one.solutions] == ["other"]
 

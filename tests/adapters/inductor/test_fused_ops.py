@@ -178,6 +178,12 @@ def test_an_eps_that_is_no_constant():
     torch.testing.assert_close(compiled(*arguments), norm(*arguments))
     ((op, why),) = fused.report().left
     assert op == "rms_norm" and why.startswith("eps is no constant") and not fused.report().replaced
+    torch._dynamo.reset()
+    assert "torch._dynamo.config.specialize_float = True" in why
+    with torch._dynamo.config.patch(specialize_float=True):
+        compiled = torch.compile(norm, backend=without_code, options=fused.options(), dynamic=True)
+        torch.testing.assert_close(compiled(*arguments), norm(*arguments))
+    assert fused.report().replaced == {"rms_norm": 1}
 
 
 def test_a_value_that_is_kept_is_not_fused_away():
