@@ -217,19 +217,18 @@ def plan_mask(
         return as_sdpa()
     if windowed and (torch.compiler.is_compiling() or not is_sliding_window(function)):
         return as_sdpa()
-    if windowed and not (attention_mask is None or _holes_are_in_front(attention_mask, q_offset)):
+    reaches_all = not isinstance(q_offset, Tensor) and q_offset + q_length <= (kwargs.get("local_size") or 0)
+    if windowed and not (attention_mask is None or reaches_all or _holes_are_in_front(attention_mask)):
         return as_sdpa()  # a window counts padding that lies within it
     # Where each query stands among the keys: [queries] or, if the cache's length is on the device, a tensor too.
     places = torch.arange(q_length, device=device, dtype=torch.int32) + (q_offset - kv_offset)
-    plan = _plan(places, batch_size, kv_length, kv_offset, attention_mask, windowed)
+    plan = _plan(places, batch_size, kv_length, kv_offset, attention_mask)
     if not torch.compiler.is_compiling() and ("local_size" in kwargs or not windowed):
         setattr(plan, WINDOW, kwargs["local_size"] if windowed else None)
     return plan
 
 
-def _plan(
-    places: Tensor, batch_size: int, kv_length: int, kv_offset: int, attention_mask: Tensor | None, windowed: bool
-) -> Tensor:
+def _plan(places: Tensor, batch_size: int, kv_length: int, kv_offset: int, attention_mask: Tensor | None) -> Tensor:
     """The plan of queries that stand at these places among the keys."""
     q_length = len(places)
     if attention_mask is None or _is_full(attention_mask):
@@ -238,8 +237,6 @@ def _plan(
     real = real[:, kv_offset : kv_offset + kv_length]
     at = places.long().clamp(0, kv_length - 1)
     visible = real.cumsum(1)[:, at]  # at padding on the right all tokens, as PyTorch's attention
-    if windowed and len(places) > 1:  # of which a window there would have others
-        visible = visible.masked_fill(~real[:, at], 0)
     tokens = torch.argsort(~real, dim=1, stable=True)
     return torch.cat((visible, tokens), 1).to(torch.int32)[:, None, None]
 
@@ -269,10 +266,8 @@ def _is_full(mask: Tensor) -> bool:
     return not torch.compiler.is_compiling() and bool(mask.all())
 
 
-def _holes_are_in_front(mask: Tensor, q_offset: int | Tensor) -> bool:
-    """Whether every query's window is as wide in tokens as in slots: padding lies before them, or after them all."""
-    if not isinstance(q_offset, Tensor) and q_offset == 0 and bool((mask[:, :-1] >= mask[:, 1:]).all()):
-        return True
+def _holes_are_in_front(mask: Tensor) -> bool:
+    """Whether every query's window is as wide in tokens as in slots: padding lies before them."""
     return bool((mask[:, :-1] <= mask[:, 1:]).all())
 
 

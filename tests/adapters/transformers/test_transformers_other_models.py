@@ -229,9 +229,10 @@ def test_a_dtype_that_no_kernel_takes():
         assert torch.equal(model(**prompts()).logits, expected)
 
 
-def test_padding_on_the_right_is_attended_as_by_pytorch():
+@pytest.mark.parametrize("architecture", ["Llama", "Mistral", "Gemma3"])
+def test_padding_on_the_right_is_attended_as_by_pytorch(architecture):
     """Also at padded positions, which `generate` continues, and which a caller may average."""
-    model, given = tiny("Llama").requires_grad_(False), prompts("right")
+    model, given = tiny(architecture).requires_grad_(False), prompts("right")
     options = {"max_new_tokens": 6, "do_sample": False}
     hidden, tokens = model.model(**given)[0], model.generate(**given, **options)
     with put_in(model):
