@@ -261,4 +261,6 @@ class Arithmetic:
             if to != "f32" and x.dtype.kind == "f":
                 raise UnknownInstruction(".".join(p))
             v = x.astype(type_of(to))  # of integers: signs extend as the source has them
+            if to == "s8":
+                v = v.astype(np.int16)  # no register is smaller, and the sign fills it
         self.put(args[0], v, on)

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.cuda.packed import linear_packed, product_libraries
 from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     MAX_TOKENS,
+    RING_FEW_STAGES,
     RING_STAGES,
     WIDE_STAGES,
     WIDE_TOKENS,
@@ -28,6 +29,7 @@ from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     wide_width,
 )
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES
+from nanovllm.kernels.triton.launch_arguments import cdiv
 from tests.kernels.cuda.checks import (
     check,
     check_fused,
@@ -254,13 +256,13 @@ def test_plans():
 def test_blocks_of_the_ring_have_room(kind, tokens):
     """Threads, registers and shared memory of every plan fit; eight rows of scales are in different banks."""
     header = (Path(product_libraries.FOLDER) / "packed.cuh").read_text()
-    assert f"RING_STAGES = {RING_STAGES};" in header
+    assert f"RING_STAGES = {RING_STAGES};" in header and f"RING_FEW_STAGES = {RING_FEW_STAGES};" in header
+    assert int(re.search(r"RING_SIX_STAGES = (\d+);", header)[1]) * 24 == RING_STAGES * 16, "as many bytes"
     most_warps = int(re.search(r"RING_WARPS = (\d+);", header)[1])
-    four = kind != "Q6_K"
     planes = {
         "int4": (ScalePlane(2, 0), None, None, None),
         "Q4_K": (ScalePlane(2, 1), ScalePlane(2, 1), ScalePlane(1, -2), ScalePlane(1, -2)),
-        "Q6_K": (ScalePlane(2, 2), None, ScalePlane(1, -2), None),
+        "Q6_K": (ScalePlane(2, 1), None, ScalePlane(1, -3), None),
     }[kind]
     for rows, groups in ((24576, 32), (4096, 96), (64, 2048), (151936, 32), (6144, 2)):
         for sums in (False, True):
@@ -269,9 +271,8 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
             if plan is None:
                 continue
             assert plan.warps <= most_warps and plan.fragments <= (1 if tokens <= 8 else 2)
-            steps = -(-groups // plan.splits) * (1 if four else 2)
-            turns = -(-steps // (plan.warps // plan.row_warps))
-            phases = phases_of(plan, turns, tokens, 128 if four else 64, planes)
+            turns = cdiv(cdiv(groups, plan.splits), plan.warps // plan.row_warps)
+            phases = phases_of(plan, turns, tokens, 128, planes)
             assert 1 <= phases.turns <= turns and phases.shared_bytes <= 227 * 1024 and phases.panel[4] % 32 == 16
     if 1 < tokens <= 8:
         plans = [plan_ring(kind, rows, 32, tokens, 132, False) for rows in (1024, 4096, 6144, 24576, 151936)]
@@ -281,8 +282,9 @@ def test_blocks_of_the_ring_have_room(kind, tokens):
         assert plan_ring(kind, 256, 8, tokens, 132, True) is None  # few blocks
     if tokens == 1:
         plans = [plan_ring(kind, rows, 32, 1, 132, False) for rows in (1024, 4096, 6144, 24576, 151936)]
-        wanted = {"int4": (18, 18, 18, 48, 48), "Q4_K": (18, 18, 14, 44, 44), "Q6_K": (18, 18, 18, 44, 14)}[kind]
+        wanted = {"int4": (18, 18, 18, 48, 48), "Q4_K": (18, 18, 14, 48, 44), "Q6_K": (18, 18, 18, 44, 14)}[kind]
         assert [10 * p.row_warps + p.warps for p in plans] == list(wanted)
+        assert [p.stages for p in plans] == [0, 0, 0, RING_FEW_STAGES if kind == "Q4_K" else 0, 0]
         assert plan_ring(kind, 6144, 64, 1, 132, False).warps == plan_ring(kind, 4208, 32, 1, 132, False).warps == 8
         assert plan_ring(kind, 151936, 8, 1, 132, False).row_warps == 4  # too few columns to share
     assert ScalePlane(2, 1).room(4) >= 3 * 2 + 14  # four steps from an odd one have parts of three pairs

@@ -161,6 +161,23 @@ def test_planes_are_aligned_and_rows_stay_rows(name):
     assert torch.equal(rows, planes[1:])
 
 
+def test_planes_of_q6_k_have_six_bits_and_the_order_that_kernels_read():
+    """Each quant's high bits are where the docstring of gguf_blocks says, and no others."""
+    of = GGUF_TYPES["Q6_K"]
+    assert of.plane_offsets(4096)[1] * 8 / 4096 == 6.5625
+    planes = torch.zeros(1, of.plane_offsets(256)[1], dtype=torch.uint8)
+    of.plane(planes, "d", 256).copy_(torch.tensor([1.0], dtype=torch.float16).view(torch.uint8))
+    of.plane(planes, "sc", 256).fill_(1)
+    for column in range(256):
+        group, within = divmod(column, 16)
+        for high in (1, 2, 3):
+            q = of.plane(planes, "qh", 256).flatten()
+            q.zero_()
+            q[4 * group + within % 8 // 2] = high << (2 * (within % 2) + (0 if within >= 8 else 4))
+            values = dequantise_gguf(planes, "Q6_K/planes", 256)[0] + 32
+            assert values[column] == 16 * high and values.count_nonzero() == 1
+
+
 def test_gguf_names_what_is_wrong():
     weight = packed("Q4_K")
     with pytest.raises(ValueError, match="kind: expected Q4_0, .*Q6_K.*not 'IQ2_XS'"):

@@ -25,7 +25,7 @@ const void* data(const std::optional<at::Tensor>& x) { return x ? x->const_data_
 Product product_of(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& scale,
                    const std::optional<at::Tensor>& zero, const std::optional<at::Tensor>& bias, const at::Tensor& y,
                    at::IntArrayRef numbers) {
-  TORCH_CHECK_VALUE(numbers.size() == 31, "numbers: expected 31");
+  TORCH_CHECK_VALUE(numbers.size() == 32, "numbers: expected 32");
   const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
   const auto u = [&](int i) { return static_cast<uint32_t>(numbers[i]); };
   return Product{
@@ -37,7 +37,7 @@ Product product_of(const at::Tensor& x, const at::Tensor& weight, const std::opt
 
 Launch launch_of(at::IntArrayRef numbers) {
   const auto n = [&](int i) { return static_cast<int32_t>(numbers[i]); };
-  return Launch{n(27), n(28), n(29), n(30)};
+  return Launch{n(27), n(28), n(29), n(30), n(31)};
 }
 
 // Weights in Q4_K and in Q6_K: y4 and y6 are their columns of one tensor.
@@ -79,7 +79,10 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
     error = int8_product(p, how, real, real_of(*scale), storage == Storage::int8_zero, stream);
   } else {
     TORCH_CHECK_VALUE(real == Real::bfloat16, "x: expected bfloat16 with blocks of GGUF");
-    if (how.fragments > 0) {
+    if (how.fragments == 8) {
+      TORCH_CHECK_VALUE(storage == Storage::q4_k, "weight: expected Q4_K, or int4, with this plan");
+      error = box_q4_k_product(p, how, stream);
+    } else if (how.fragments > 0) {
       error = ring_product(p, how, storage, stream);
     } else {
       error = storage < Storage::q4_k ? planes_product(p, how, storage, stream) : k_product(p, how, storage, stream);

@@ -32,15 +32,27 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// 16 bytes from a constant distance on, or zeros.
-template <int OFFSET>
+// threadIdx.x, where what depends on it alone should not have registers from the kernel's begin on.
+__device__ __forceinline__ int thread_again() {
+  int v;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(v));
+  return v;
+}
+// 16 bytes, or zeros.
 __device__ __forceinline__ uint4 load_token(const uint8_t* p, bool live) {
   uint4 v;
   asm volatile(
-      "{ .reg .pred live; setp.ne.u32 live, %6, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
-      "@live ld.global.v4.u32 {%0,%1,%2,%3}, [%4 + %5]; }"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "n"(OFFSET), "r"(uint32_t(live)) : "memory");
+      "{ .reg .pred live; setp.ne.u32 live, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
+      "@live ld.global.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"(uint32_t(live)) : "memory");
   return v;
+}
+// 8 bytes of shared memory, or zeros.
+__device__ __forceinline__ void load_shared_pair(uint32_t (&v)[2], uint32_t at, bool live) {
+  asm volatile(
+      "{ .reg .pred live; setp.ne.u32 live, %3, 0; mov.u32 %0, 0; mov.u32 %1, 0;\n"
+      "@live ld.shared.v2.u32 {%0,%1}, [%2]; }"
+      : "=&r"(v[0]), "=&r"(v[1]) : "r"(at), "r"(uint32_t(live)) : "memory");
 }
 __device__ __forceinline__ uint32_t load_shared_word(uint32_t at) {
   uint32_t v;

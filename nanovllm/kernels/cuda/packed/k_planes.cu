@@ -7,7 +7,6 @@ cudaError_t k_product(const Product& p, const Launch& how, Storage storage, cuda
   switch (storage) {
     case Storage::q4_k: return with_tokens<T, __half, Storage::q4_k>(p, how, stream);
     case Storage::q5_k: return with_tokens<T, __half, Storage::q5_k>(p, how, stream);
-    case Storage::q6_k: return with_tokens<T, __half, Storage::q6_k>(p, how, stream);
     default: return cudaErrorInvalidValue;
   }
 }

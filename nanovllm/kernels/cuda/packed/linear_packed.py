@@ -17,6 +17,7 @@ from nanovllm.kernels.cuda.packed.packed_cuda_plan import (
     BOX_FRAGMENTS,
     MAX_TOKENS,
     WARP_ROWS,
+    WIDE_FRAGMENTS,
     WIDE_TOKENS,
     PackedCudaPlan,
     box_shared_bytes,
@@ -68,6 +69,8 @@ def kernel_weight(
     wide = wide and plan_wide(weight.shape[0], size // GROUP, tokens, num_sms(x), sums) is not None
     if not (0 < tokens <= MAX_TOKENS or wide) or not _wide(weight):
         return None
+    if storage.startswith("Q6_K") and has_99_kib(x.device):
+        return None  # the ring alone takes it
     if scale is None:
         return planes_of(size, weight, storage) if x.dtype == torch.bfloat16 else None
     bits = 4 if storage == "int4" else 8
@@ -86,12 +89,12 @@ def _takes_ring(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
 
 
 def takes_boxes(w: KernelWeight, x: torch.Tensor, tokens: int) -> bool:
-    """Whether the kernel of box.cuh is a choice: one token on Hopper, else as that of ring.cuh, and groups of 128
-    columns, two at a time.
+    """Whether the kernel of box.cuh is a choice: one token on Hopper, else as that of ring.cuh, and Q4_K, or int4 in
+    groups of 128 columns, two at a time.
     """
-    if w.storage != KernelStorage.INT4 or tokens != 1 or w.step_shift or x.shape[-1] % 256 or not _has_wide(x.device):
+    if w.storage not in (KernelStorage.INT4, KernelStorage.Q4_K) or tokens != 1 or not _has_wide(x.device):
         return False
-    return _takes_ring(w, x, tokens)
+    return not w.step_shift and not x.shape[-1] % 256 and _takes_ring(w, x, tokens)
 
 
 def plan_of(w: KernelWeight, x: torch.Tensor, rows: int, tokens: int, gated: bool, sums: bool) -> PackedCudaPlan:
@@ -100,11 +103,12 @@ def plan_of(w: KernelWeight, x: torch.Tensor, rows: int, tokens: int, gated: boo
         wide = plan_wide(rows, groups, tokens, num_sms(x), sums)
         assert wide is not None  # `kernel_weight` has asked
         return wide
-    boxes = plan_boxes(rows, groups, num_sms(x), gated) if takes_boxes(w, x, tokens) else None
+    boxes = plan_boxes(w.kind, rows, groups, num_sms(x), gated) if takes_boxes(w, x, tokens) else None
     ring = None
     if boxes is None and _takes_ring(w, x, tokens):
-        kind = "int4" if w.storage == KernelStorage.INT4 else w.storage.name
-        ring = plan_ring(kind, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
+        ring = plan_ring(w.kind, rows, groups, tokens, num_sms(x), sums, has_99_kib(x.device))
+    if w.storage == KernelStorage.Q6_K and ring is None:
+        return PackedCudaPlan(1, 8, 1, 1)  # no other kernel takes it
     return boxes or ring or plan_packed_cuda(rows, groups, num_sms(x), sums)
 
 
@@ -171,8 +175,8 @@ def _numbers(
     panel: tuple[int, ...] = (0,) * 5
     pieces = 0
     if boxes:
-        phase, shared_bytes = plan.stages, box_shared_bytes(plan, box_tiles(rows, gated))
-    elif plan.stages:
+        phase, shared_bytes = plan.stages, box_shared_bytes(plan, box_tiles(rows, gated), w.kind)
+    elif plan.fragments == WIDE_FRAGMENTS:
         phase, shared_bytes = plan.stages, wide_shared_bytes(plan, tokens)
     elif plan.fragments:
         phases = phases_of(plan, turns, tokens, columns, w.scales, w.section)
@@ -186,7 +190,7 @@ def _numbers(
     numbers = (
         stride, w.codes.stride(0), scale_stride, *w.planes, tokens, rows, steps, split_steps, phase, plan.row_warps,
         w.step_shift, w.middle, gated, sums, *panel, y_stride, column_warps, -(-65536 // column_warps),
-        w.section_start, pieces, splits, plan.warps, shared_bytes, plan.fragments,
+        w.section_start, pieces, splits, plan.warps, shared_bytes, plan.fragments, plan.stages,
     )  # fmt: skip
     return numbers, splits
 

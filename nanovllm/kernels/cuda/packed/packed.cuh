@@ -33,9 +33,9 @@ struct Product {
   void* y;                // [tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]
   int64_t x_stride;
   uint32_t weight_stride, scale_stride;
-  uint32_t d, m, sc, mn;  // where the planes of a row begin, in bytes
+  uint32_t d, m, sc, mn;  // where the planes of a row begin, in bytes; of Q6_K, which has no minima, m: the high bits
   int32_t tokens, rows;
-  int32_t steps, split_steps;  // of a row and of a split; a step is 128 columns of 4-bit weights, 64 of 8-bit ones
+  int32_t steps, split_steps;  // of a row and of a split; a step is 128 columns of 4 or 6 bits, 64 of 8 bits
   int32_t phase_turns;         // turns for which x is in shared memory; in a turn every warp takes a step. wide: steps of x
                                // that have room in shared memory; boxes: stages of weights
   int32_t row_warps;           // warps (wide: warpgroups) of a block that have rows of their own; the others share columns
@@ -63,10 +63,13 @@ struct Launch {
   int32_t splits, warps, shared_bytes;
   int32_t fragments;  // of 16 rows. ring: 1 or 2, that a warp has. wide: 4, that a warpgroup has. 0: the kernel of product.cuh
                       // 8: that of box.cuh
+  int32_t stages;     // ring: RING_FEW_STAGES, or 0: as many as the storage has
 };
 
 constexpr int MAX_TOKENS = 16;
-constexpr int RING_STAGES = 6;  // ring: steps of a warp whose weights are on their way
+constexpr int RING_STAGES = 6;      // ring: steps of a warp whose weights are on their way
+constexpr int RING_SIX_STAGES = 4;  // ring: the same of Q6_K, whose steps have 24 bytes for the 16 of others
+constexpr int RING_FEW_STAGES = 4;  // ring: the same of Q4_K, where that makes room for more blocks; one token, whole rows of scales
 constexpr int RING_WARPS = 12;  // ring: of a block, at most
 constexpr int WIDE_TOKENS = 128;
 constexpr int WIDE_STAGES = 8;  // wide: steps of a warp whose weights are on their way
@@ -81,12 +84,13 @@ cudaError_t wide_product(const Product&, const Launch&, Real x, Real scale, cuda
 cudaError_t wide_zero_product(const Product&, const Launch&, Real x, Real scale, cudaStream_t);
 cudaError_t int8_product(const Product&, const Launch&, Real x, Real scale, bool zero, cudaStream_t);
 cudaError_t planes_product(const Product&, const Launch&, Storage, cudaStream_t);  // x: bfloat16
-cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16
+cudaError_t k_product(const Product&, const Launch&, Storage, cudaStream_t);       // x: bfloat16; Q4_K and Q5_K
 cudaError_t ring_product(const Product&, const Launch&, Storage, cudaStream_t);    // x: bfloat16; Q4_K and Q6_K
 cudaError_t ring_stacked_product(const Stacked&, const Launch&, cudaStream_t);     // x: bfloat16, up to 8 tokens; no splits
 // x: bfloat16, up to 8 tokens; int4, whose rows of scales begin at multiples of 16 bytes
 cudaError_t ring_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
 // x: bfloat16, one token; int4 in groups of 128 columns, an even number of them; rows of scales as above
 cudaError_t box_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
+cudaError_t box_q4_k_product(const Product&, const Launch&, cudaStream_t);  // x: bfloat16, one token
 
 }  // namespace nanovllm::packed

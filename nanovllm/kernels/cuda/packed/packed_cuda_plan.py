@@ -10,7 +10,11 @@ SHARED_BYTES = 72 * 1024
 """Of a block, at most: three blocks have room in a multiprocessor of 228 KB."""
 WARP_ROWS = 32
 RING_STAGES = 6
-"""Steps of a warp whose weights are on their way, in the kernel of ring.cuh; as in packed.cuh."""
+"""Steps of a warp whose weights are on their way, in the kernel of ring.cuh; as in packed.cuh. Of Q6_K it is two thirds
+of that, which are as many bytes.
+"""
+RING_FEW_STAGES = 4
+"""The same of a plan that has fewer, which then has room for more blocks; as in packed.cuh."""
 _RING_SHARED_BYTES = 113 * 1024
 """Of a block of that kernel, at most, with up to 8 warps and 8 tokens: two have room. Others have twice as much."""
 WIDE_TOKENS = 128
@@ -19,16 +23,22 @@ WIDE_STAGES = 8
 """Steps of a warp whose weights are on their way in that kernel; as in packed.cuh."""
 _WIDE_GROUPS = 1 << 17
 """Groups of 128 columns that a weight has at least for that kernel."""
+WIDE_FRAGMENTS = 4
+"""What `PackedCudaPlan.fragments` is for the kernel of wide.cuh."""
 BOX_FRAGMENTS = 8
 """What `PackedCudaPlan.fragments` is for the kernel of box.cuh."""
 BOX_WARPS = 16
 """Of a block of the kernel of box.cuh; as in packed.cuh."""
-_BOX_STAGES = 2
-"""Tiles of weights that have room in shared memory there. With 3 to 5 it was not faster."""
+_BOX_STAGES = {"int4": 2, "Q4_K": 3}
+"""Tiles of weights that have room in shared memory there. With 3 of Q4_K a multiprocessor has room for one block and for
+one of the kernel behind it; with 2 it takes two blocks of the same product, and a layer takes longer.
+"""
 _BOX_GROUPS = 32
 """Of 128 columns, of a tile there."""
-_BOX_STAGE_BYTES = 16 * _BOX_GROUPS * (64 + 2) + 16
+_BOX_STAGE_BYTES = {"int4": 16 * _BOX_GROUPS * (64 + 2) + 16, "Q4_K": 16 * _BOX_GROUPS * (64 + 10) + 16}
 """Weights, their scales, and two barriers."""
+_BOX_TOKEN_BYTES = BOX_WARPS * 512
+"""x as bytes."""
 _BOX_SUMS_BYTES = BOX_WARPS * 16 * 4
 """Of a tile: every warp has a sum of each row."""
 _BOX_SHARED_BYTES = 226 * 1024
@@ -44,6 +54,8 @@ _LONG_GROUPS = 64
 """From which on 8 warps are too few for the columns of two of them."""
 _MANY_WAVES_ROWS = 1 << 16
 """From which on a product has many waves of blocks, as an LM head."""
+_THREE_BLOCKS_GROUPS = 40
+"""Up to which three blocks of 64 rows and 8 warps with the short ring have room for their scales and x."""
 _LEAST_STEPS = 4
 """Groups of 128 columns that a split has at least."""
 
@@ -65,8 +77,9 @@ class PackedCudaPlan:
     kernel of product.cuh. 8: that of box.cuh.
     """
     stages: int = 0
-    """Of the kernel of wide.cuh: tiles of x, of 128 columns, that have room in shared memory: at least two, four where
-    two pass at once, for each group of warps that share columns; a multiple. Of the kernel of box.cuh: tiles of
+    """Of the kernel of ring.cuh: `RING_FEW_STAGES`, for Q4_K and one token, or 0: as many as the storage has. Of the
+    kernel of wide.cuh: tiles of x, of 128 columns, that have room in shared memory: at least two, four where two pass
+    at once, for each group of warps that share columns; a multiple. Of the kernel of box.cuh: tiles of
     weights.
     """
 
@@ -113,6 +126,9 @@ def plan_ring(
             # The scales of a block of 64 rows leave room for four blocks, 16 warps. With 16 rows there is room for six,
             # which load more bytes at a time. With fewer waves the next kernel, which starts with the last, is later.
             return PackedCudaPlan(1, 4, 1, 1)
+        if kind == "Q4_K" and large and -(-rows // 64) <= 3 * multiprocessors and groups <= _THREE_BLOCKS_GROUPS:
+            # All blocks have room at once, three a multiprocessor, so 24 warps; with a longer ring two, in two waves.
+            return PackedCudaPlan(4, 8, 1, 1, RING_FEW_STAGES)
         if large:
             return PackedCudaPlan(4, 8 if kind == "int4" else 4, 1, 1)
         return _plan_one_token(rows, groups, multiprocessors) if kind == "Q4_K" else PackedCudaPlan(1, 8, 1, 1)
@@ -205,26 +221,33 @@ def box_tiles(rows: int, gated: bool) -> int:
     return -(-(rows // 2) // 8) if gated else -(-rows // 16)
 
 
-def box_plan(rows: int, multiprocessors: int, gated: bool, stages: int = _BOX_STAGES) -> PackedCudaPlan:
-    """One block on each of the multiprocessors, or a multiple, so that a block has room for the sums of its tiles."""
+def box_plan(
+    rows: int, multiprocessors: int, gated: bool, stages: int | None = None, kind: str = "int4"
+) -> PackedCudaPlan:
+    """One block on each of the multiprocessors, or a multiple, so that a block has room for the sums of its tiles.
+    kind: "int4" or "Q4_K".
+    """
     tiles = box_tiles(rows, gated)
-    most = (_BOX_SHARED_BYTES - stages * _BOX_STAGE_BYTES) // _BOX_SUMS_BYTES
+    stages = stages or _BOX_STAGES[kind]
+    most = (_BOX_SHARED_BYTES - stages * _BOX_STAGE_BYTES[kind] - _BOX_TOKEN_BYTES) // _BOX_SUMS_BYTES
     waves = -(-tiles // (multiprocessors * most))
     return PackedCudaPlan(min(tiles, waves * multiprocessors), BOX_WARPS, 1, BOX_FRAGMENTS, stages)
 
 
-def box_shared_bytes(plan: PackedCudaPlan, tiles: int) -> int:
-    """Of a block of the kernel of box.cuh: the weights on their way, and the sums of warps."""
-    return plan.stages * _BOX_STAGE_BYTES + -(-tiles // plan.row_warps) * _BOX_SUMS_BYTES
+def box_shared_bytes(plan: PackedCudaPlan, tiles: int, kind: str = "int4") -> int:
+    """Of a block of the kernel of box.cuh: the weights on their way, x, and the sums of warps."""
+    sums = -(-tiles // plan.row_warps) * _BOX_SUMS_BYTES
+    return plan.stages * _BOX_STAGE_BYTES[kind] + _BOX_TOKEN_BYTES + sums
 
 
-def plan_boxes(rows: int, groups: int, multiprocessors: int, gated: bool) -> PackedCudaPlan | None:
-    """For int4 and one token, where the kernel of box.cuh was faster on an H200 than that of ring.cuh in layers of
-    Qwen3-8B's shape (docs/log/kernels.md). None elsewhere, also for weights smaller or larger than were timed.
+def plan_boxes(kind: str, rows: int, groups: int, multiprocessors: int, gated: bool) -> PackedCudaPlan | None:
+    """For "int4" or "Q4_K" and one token, where the kernel of box.cuh was faster on an H200 than that of ring.cuh in
+    layers of Qwen3-8B's shape (docs/log/kernels.md). None elsewhere, also for weights smaller or larger than were
+    timed.
     """
     if rows not in _BOX_TIMED_ROWS or groups not in _BOX_TIMED_GROUPS:
         return None
-    return box_plan(rows, multiprocessors, gated)
+    return box_plan(rows, multiprocessors, gated, kind=kind)
 
 
 @dataclass(frozen=True)
@@ -276,7 +299,8 @@ def phases_of(
         ValueError: not even one turn has room.
     """
     column_warps, rows = plan.warps // plan.row_warps, plan.row_warps * plan.fragments * 16
-    fixed = plan.warps * RING_STAGES * plan.fragments * 1024 + tokens * 64  # the ring; between the rows of x
+    stages = plan.stages or RING_STAGES
+    fixed = plan.warps * stages * plan.fragments * 1024 + tokens * 64  # the ring; between the rows of x
     sums = (column_warps - 1) * rows * -(-tokens // 8) * 8 * 4
     limit = _RING_SHARED_BYTES * (2 if tokens > 8 or plan.warps > 8 else 1)
     if section and tokens <= 8:

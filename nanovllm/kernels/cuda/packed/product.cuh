@@ -23,16 +23,16 @@ template <Storage STORAGE>
 struct Traits {
   static constexpr bool group = STORAGE <= Storage::int8_zero;
   static constexpr bool four = STORAGE == Storage::int4 || STORAGE == Storage::int4_zero || STORAGE == Storage::planes4 ||
-                               STORAGE == Storage::planes4_minimum || STORAGE == Storage::q4_k;
+                               STORAGE == Storage::planes4_minimum || STORAGE == Storage::q4_k || STORAGE == Storage::q6_k;
+  static constexpr bool six = STORAGE == Storage::q6_k;  // and two bits in a plane of their own; the ring alone has it
   static constexpr bool zero = STORAGE == Storage::int4_zero || STORAGE == Storage::int8_zero;
-  static constexpr bool signed_scales = STORAGE == Storage::q6_k;
+  static constexpr bool signed_scales = six;
   static constexpr bool parts = STORAGE >= Storage::q4_k;  // blocks of 256 columns have parts with scales of their own
   static constexpr bool minimum =
       STORAGE == Storage::planes4_minimum || STORAGE == Storage::planes8_minimum || (parts && !signed_scales);
   static constexpr int columns = four ? 128 : 64;  // of a step: 16 bytes of each of the four lanes that share a row
-  static constexpr bool lane_has_part = four || signed_scales;  // else two lanes share one
-  static constexpr int step_parts_shift = lane_has_part ? 2 : 1;
-  static constexpr int lane_shift = lane_has_part ? 0 : 1;
+  static constexpr int step_parts_shift = six ? 3 : four ? 2 : 1;  // a lane has two, one, or a half
+  static constexpr int lane_shift = four ? 0 : 1;
   static constexpr int block_shift = four ? 1 : 2;  // steps of a block of 256 columns
 };
 
@@ -50,6 +50,21 @@ __device__ __forceinline__ T load_small(const void* p, uint32_t offset) {  // of
 __device__ __forceinline__ uint4 load_shared(uint32_t at) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint2 load_shared_pair(uint32_t at) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared16(uint32_t at) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
+  return v;
+}
+__device__ __forceinline__ uint32_t load_shared8(uint32_t at) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
   return v;
 }
 __device__ __forceinline__ void store_shared(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -267,6 +282,7 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
   using K = Traits<STORAGE>;
   constexpr int FR = 2;     // fragments of 16 rows of a warp
   constexpr int DEPTH = 2;  // steps whose weights are on their way
+  static_assert(!K::six);
   constexpr bool FOUR = K::four;
   constexpr int CHUNKS = K::columns / 8;  // of 8 columns of x, in a step
   constexpr int LANE_CHUNKS = CHUNKS / 4;
@@ -365,11 +381,7 @@ __global__ void __launch_bounds__(256) product_kernel(const __grid_constant__ Pr
         if constexpr (K::zero) offset[f][h] = offset_of<T, FOUR>(s.zero);
         if constexpr (!K::group) {
           float v = __half2float(__ushort_as_half(uint16_t(s.scale)));
-          if constexpr (K::signed_scales) {
-            v *= float_of_byte(s.part_scale ^ 0x80u) - 128.0f;
-          } else if constexpr (K::parts) {
-            v *= float_of_byte(s.part_scale);
-          }
+          if constexpr (K::parts) v *= float_of_byte(s.part_scale);
           scale2[f][h] = Half<T>::pair(v);
           if constexpr (K::minimum) {
             float m = __half2float(__ushort_as_half(uint16_t(s.minimum)));

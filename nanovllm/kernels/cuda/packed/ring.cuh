@@ -13,20 +13,13 @@ namespace nanovllm::packed {
 __device__ __forceinline__ void copy16(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ __forceinline__ void copy8(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
 __device__ __forceinline__ void wait_groups() {  // until at most N of this thread's groups are under way
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-__device__ __forceinline__ uint32_t load_shared16(uint32_t at) {
-  uint16_t v;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at));
-  return v;
-}
-__device__ __forceinline__ uint32_t load_shared8(uint32_t at) {
-  uint32_t v;
-  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(at));
-  return v;
 }
 
 // An integer q of 4 or 8 bits is a number without an instruction: as the bits of a bfloat16, it is q * 2^-133, below the smallest
@@ -47,6 +40,14 @@ __device__ __forceinline__ uint32_t bits_of(uint32_t word, int i) {
   }
 }
 
+// Four integers of 6 bits in the bytes of a register, columns 0, 2, 4 and 6 of a word of low bits, or, ODD, 1, 3, 5 and 7. high:
+// the high bits of two words, of which this is the first or, SECOND, the second.
+template <bool ODD, bool SECOND>
+__device__ __forceinline__ uint32_t six_bits(uint32_t word, uint32_t high) {
+  const uint32_t moved = SECOND ? (ODD ? high << 2 : high << 4) : (ODD ? high >> 2 : high);
+  return ((ODD ? word >> 4 : word) & 0x0f0f0f0fu) | (moved & 0x30303030u);
+}
+
 // Of a thread, for up to so many tokens. The largest block, RING_WARPS warps, has room with any of them; with one token there is
 // room for four blocks of 8 warps. With up to 8 tokens a multiprocessor has one block.
 constexpr int registers(int tokens, int fragments) {
@@ -56,12 +57,14 @@ static_assert(RING_WARPS * 32 * registers(8, 1) <= 65536);
 
 // What a block does, the block-th of those with the same columns. WHOLE: shared memory has x for all of its steps, and the scales
 // of whole rows. Else there are phases.
-template <typename SCALE, Storage STORAGE, int TOKENS, int FR, bool WHOLE>
+template <typename SCALE, Storage STORAGE, int TOKENS, int FR, bool WHOLE, int STAGES>
 __device__ __forceinline__ void ring_block(const Product& p, int block) {
   constexpr int NT = (TOKENS + 7) / 8;
   using T = __nv_bfloat16;
   using K = Traits<STORAGE>;
-  constexpr bool FOUR = K::four;
+  constexpr bool FOUR = K::four, SIX = K::six;
+  constexpr int STEP_BYTES = FR * (SIX ? 1536 : 1024);  // of a warp
+  constexpr int LANE_PARTS = SIX ? 2 : 1;               // with scales of their own
   static_assert(!WHOLE || !K::group);
   constexpr float FACTOR = SCALE_FACTOR<K::group>, UNIT = SCALED_UNIT<K::group>;
   constexpr int CHUNKS = K::columns / 8;  // of 8 columns of x, in a step
@@ -84,20 +87,24 @@ __device__ __forceinline__ void ring_block(const Product& p, int block) {
   };
 
   const uint32_t ring = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t panel = ring + warps * (RING_STAGES * FR * 1024);
+  const uint32_t panel = ring + warps * (STAGES * STEP_BYTES);
   const uint32_t x_shared = panel + p.row_warps * (FR * 16) * p.panel[4];
 
-  // Weights: each lane copies the 16 bytes of each of its rows that it will read, so no thread waits for another.
+  // Weights: each lane copies the 16 bytes of each of its rows that it will read, so no thread waits for another. SIX: and 8 of
+  // high bits, behind them in the ring.
   const uint8_t* from[FR][2];
+  const uint8_t* from_high[FR][2];
 #pragma unroll
   for (int f = 0; f < FR; ++f) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      from[f][h] = p.weight + uint32_t(valid_row(row_warp * FR + f, h, g)) * p.weight_stride +
-                   uint32_t((first_step + column_warp) * 64 + t * 16);
+      const uint8_t* row = p.weight + uint32_t(valid_row(row_warp * FR + f, h, g)) * p.weight_stride;
+      from[f][h] = row + uint32_t((first_step + column_warp) * 64 + t * 16);
+      if constexpr (SIX) from_high[f][h] = row + p.m + uint32_t((first_step + column_warp) * 32 + t * 8);
     }
   }
-  const uint32_t lane_ring = ring + warp * (RING_STAGES * FR * 1024) + lane * 16;
+  const uint32_t lane_ring = ring + warp * (STAGES * STEP_BYTES) + lane * 16;
+  const uint32_t to_high = FR * 1024 - lane * 8;  // from the lane's place of low bits
   const int turn_bytes = column_warps * 64;
   auto load = [&](uint32_t slot) {
 #pragma unroll
@@ -107,6 +114,11 @@ __device__ __forceinline__ void ring_block(const Product& p, int block) {
         copy16(slot + (f * 2 + h) * 512, from[f][h]);
         from[f][h] += turn_bytes;
         asm volatile("" : "+l"(from[f][h]));  // else it is computed anew each time, to have a register more
+        if constexpr (SIX) {
+          copy8(slot + to_high + (f * 2 + h) * 256, from_high[f][h]);
+          from_high[f][h] += turn_bytes >> 1;
+          asm volatile("" : "+l"(from_high[f][h]));
+        }
       }
     }
   };
@@ -175,30 +187,37 @@ __device__ __forceinline__ void ring_block(const Product& p, int block) {
   asm volatile("" : "+r"(x_lane), "+r"(x_second));
 
   float acc[FR][NT][4] = {};
-  auto multiply = [&](const uint4 (&words)[FR][2], int step, int local) {
+  auto multiply = [&](const uint4 (&words)[FR][2], const uint2 (&highs)[FR][2], int step, int local) {
     const uint32_t x_step = x_lane + local * (CHUNKS * 16);
-    uint32_t scale2[FR][2][2], offset[FR][2];  // scale2: of even and odd pairs
+    uint32_t scale2[FR][2][2], offset[FR][2][LANE_PARTS];  // scale2: of even and odd pairs; SIX: of two parts, as offset
 #pragma unroll
     for (int f = 0; f < FR; ++f) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t row = (f * 16 + h * 8) * p.panel[4];
-        const uint32_t part = (step << K::step_parts_shift) + (t >> K::lane_shift);
+        const uint32_t part = (step << K::step_parts_shift) + (SIX ? 2 * t : t >> K::lane_shift);
         const uint32_t block = (step >> K::block_shift) * 2;
         const uint32_t scale_at = K::group ? (step >> p.step_shift) * 2 : block;
         float v = Half<SCALE>::widen_bits(load_shared16(plane_at[0] + row + scale_at));
-        if constexpr (!K::group) {
-          const uint32_t bits = load_shared8(plane_at[2] + row + part);
-          v *= K::signed_scales ? float_of_byte(bits ^ 0x80u) - 128.0f : float_of_byte(bits);
-        }
-        scale2[f][h][0] = Half<T>::pair(v * FACTOR);
-        scale2[f][h][1] = Half<T>::pair(v * (FOUR ? FACTOR / 16 : FACTOR));
-        if constexpr (K::minimum) {
-          float m = __half2float(__ushort_as_half(uint16_t(load_shared16(plane_at[1] + row + block)))) * UNIT;
-          m *= -float_of_byte(load_shared8(plane_at[3] + row + part));
-          offset[f][h] = Half<T>::pair(m);
+        if constexpr (SIX) {  // signed
+          const uint32_t bits = load_shared16(plane_at[2] + row + part) ^ 0x8080u;
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const float scaled = v * (float_of_byte(i ? bits >> 8 : bits & 0xff) - 128.0f);
+            scale2[f][h][i] = Half<T>::pair(scaled * FACTOR);
+            offset[f][h][i] = Half<T>::pair(scaled * (-UNIT * p.middle));
+          }
         } else {
-          offset[f][h] = Half<T>::pair(v * (-UNIT * p.middle));  // a power of two times the rounded scale
+          if constexpr (!K::group) v *= float_of_byte(load_shared8(plane_at[2] + row + part));
+          scale2[f][h][0] = Half<T>::pair(v * FACTOR);
+          scale2[f][h][1] = Half<T>::pair(v * (FOUR ? FACTOR / 16 : FACTOR));
+          if constexpr (K::minimum) {
+            float m = __half2float(__ushort_as_half(uint16_t(load_shared16(plane_at[1] + row + block)))) * UNIT;
+            m *= -float_of_byte(load_shared8(plane_at[3] + row + part));
+            offset[f][h][0] = Half<T>::pair(m);
+          } else {
+            offset[f][h][0] = Half<T>::pair(v * (-UNIT * p.middle));  // a power of two times the rounded scale
+          }
         }
       }
     }
@@ -210,13 +229,24 @@ __device__ __forceinline__ void ring_block(const Product& p, int block) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const uint4& v = words[f][h];
+          if constexpr (SIX) {
+            const uint32_t word = j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w, high = j < 2 ? highs[f][h].x : highs[f][h].y;
+            const uint32_t even = j & 1 ? six_bits<false, true>(word, high) : six_bits<false, false>(word, high);
+            const uint32_t odd = j & 1 ? six_bits<true, true>(word, high) : six_bits<true, false>(word, high);
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {  // pair i of the 8 columns
-            const int w = FOUR ? j : 2 * j + (i >> 1);
-            const uint32_t word = w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w;
-            const uint32_t bits = bits_of<FOUR>(word, FOUR ? i : i & 1);
-            const uint32_t value = Half<T>::fma2(bits, scale2[f][h][FOUR ? i & 1 : 0], offset[f][h]);
-            a[f][i >> 1][2 * (i & 1) + h] = value;
+            for (int i = 0; i < 4; ++i) {
+              const uint32_t four = i & 1 ? odd : even, bits = i < 2 ? four & 0x00ff00ffu : __byte_perm(four, 0, 0x4341);
+              a[f][i >> 1][2 * (i & 1) + h] = Half<T>::fma2(bits, scale2[f][h][j >> 1], offset[f][h][LANE_PARTS * j >> 2]);
+            }
+          } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {  // pair i of the 8 columns
+              const int w = FOUR ? j : 2 * j + (i >> 1);
+              const uint32_t word = w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w;
+              const uint32_t bits = bits_of<FOUR>(word, FOUR ? i : i & 1);
+              const uint32_t value = Half<T>::fma2(bits, scale2[f][h][FOUR ? i & 1 : 0], offset[f][h][0]);
+              a[f][i >> 1][2 * (i & 1) + h] = value;
+            }
           }
         }
       }
@@ -245,35 +275,39 @@ __device__ __forceinline__ void ring_block(const Product& p, int block) {
   }
   commit();
 #pragma unroll
-  for (int d = WITH_SCALES; d < RING_STAGES; ++d) {
-    if (d < turns) load(lane_ring + d * (FR * 1024));
+  for (int d = WITH_SCALES; d < STAGES; ++d) {
+    if (d < turns) load(lane_ring + d * STEP_BYTES);
     commit();
   }
   asm volatile("griddepcontrol.wait;" ::: "memory");
 
   uint32_t slot = lane_ring;
-  const uint32_t ring_end = lane_ring + RING_STAGES * FR * 1024;
+  const uint32_t ring_end = lane_ring + STAGES * STEP_BYTES;
   auto run_turns = [&](int first, int last) {
     const int begin = first * column_warps;
     int local = column_warp;
 #pragma unroll 2
     for (int turn = first; turn < last; ++turn, local += column_warps) {
-      wait_groups<RING_STAGES - 1>();
+      wait_groups<STAGES - 1>();
       uint4 words[FR][2];
+      uint2 highs[FR][2];
 #pragma unroll
       for (int f = 0; f < FR; ++f) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) words[f][h] = load_shared(slot + (f * 2 + h) * 512);
+        for (int h = 0; h < 2; ++h) {
+          words[f][h] = load_shared(slot + (f * 2 + h) * 512);
+          if constexpr (SIX) highs[f][h] = load_shared_pair(slot + to_high + (f * 2 + h) * 256);
+        }
       }
-      if (turn + RING_STAGES < turns) load(slot);
+      if (turn + STAGES < turns) load(slot);
       commit();
-      slot = slot + FR * 1024 == ring_end ? lane_ring : slot + FR * 1024;
-      multiply(words, first_step + begin + local, local);
+      slot = slot + STEP_BYTES == ring_end ? lane_ring : slot + STEP_BYTES;
+      multiply(words, highs, first_step + begin + local, local);
     }
   };
   if constexpr (WHOLE) {
     stage(0);
-    wait_groups<RING_STAGES - WITH_SCALES>();
+    wait_groups<STAGES - WITH_SCALES>();
     __syncthreads();
     run_turns(0, turns);
   } else {
@@ -287,7 +321,7 @@ __device__ __forceinline__ void ring_block(const Product& p, int block) {
         wait_groups<0>();
       } else {
         stage(0);
-        wait_groups<RING_STAGES - WITH_SCALES>();
+        wait_groups<STAGES - WITH_SCALES>();
       }
       __syncthreads();
       run_turns(first, min(first + p.phase_turns, turns));
@@ -301,26 +335,36 @@ __device__ __forceinline__ void ring_block(const Product& p, int block) {
   store_results<T>(p, acc, [&](int f, int h) { return row_of(row_warp * FR + f, h, g); });
 }
 
-template <typename SCALE, Storage STORAGE, int TOKENS, int FR, bool WHOLE>
+template <typename SCALE, Storage STORAGE, int TOKENS, int FR, bool WHOLE, int STAGES>
 __global__ void __maxnreg__(registers(TOKENS, FR)) ring_kernel(const __grid_constant__ Product p) {
-  ring_block<SCALE, STORAGE, TOKENS, FR, WHOLE>(p, blockIdx.x);
+  ring_block<SCALE, STORAGE, TOKENS, FR, WHOLE, STAGES>(p, blockIdx.x);
 }
 
 // Products of one x with two weights, in the columns of one y. Blocks of Q6_K have more bytes, so they begin first.
 template <int TOKENS>
 __global__ void __maxnreg__(registers(TOKENS, 1)) ring_stacked_kernel(const __grid_constant__ Stacked both) {
   if (int(blockIdx.x) < both.q6_k_blocks) {
-    ring_block<__half, Storage::q6_k, TOKENS, 1, true>(both.q6_k, blockIdx.x);
+    ring_block<__half, Storage::q6_k, TOKENS, 1, true, RING_SIX_STAGES>(both.q6_k, blockIdx.x);
   } else {
-    ring_block<__half, Storage::q4_k, TOKENS, 1, true>(both.q4_k, blockIdx.x - both.q6_k_blocks);
+    ring_block<__half, Storage::q4_k, TOKENS, 1, true, RING_STAGES>(both.q4_k, blockIdx.x - both.q6_k_blocks);
   }
 }
 
 template <typename SCALE, Storage STORAGE, int TOKENS, int FR>
 cudaError_t ring_launch(const Product& p, const Launch& how, cudaStream_t stream) {
   constexpr bool MAY_BE_WHOLE = !Traits<STORAGE>::group && TOKENS <= 8;
-  const auto kernel = MAY_BE_WHOLE && p.section_pieces > 0 ? ring_kernel<SCALE, STORAGE, TOKENS, FR, MAY_BE_WHOLE>
-                                                           : ring_kernel<SCALE, STORAGE, TOKENS, FR, false>;
+  constexpr int STAGES = Traits<STORAGE>::six ? RING_SIX_STAGES : RING_STAGES;
+  const bool whole = MAY_BE_WHOLE && p.section_pieces > 0;
+  auto kernel = whole ? ring_kernel<SCALE, STORAGE, TOKENS, FR, MAY_BE_WHOLE, STAGES>
+                      : ring_kernel<SCALE, STORAGE, TOKENS, FR, false, STAGES>;
+  if (how.stages != 0) {
+    if constexpr (MAY_BE_WHOLE && TOKENS == 1 && !Traits<STORAGE>::six) {
+      if (!whole || how.stages != RING_FEW_STAGES) return cudaErrorInvalidValue;
+      kernel = ring_kernel<SCALE, STORAGE, TOKENS, FR, true, RING_FEW_STAGES>;
+    } else {
+      return cudaErrorInvalidValue;
+    }
+  }
   return enqueue(kernel, 16 * FR * p.row_warps, p, how, stream);
 }
 

@@ -37,10 +37,15 @@ class KernelWeight:
     zero: torch.Tensor | None = None
     step_shift: int = 0
     middle: int = 0
-    planes: tuple[int, int, int, int] = (0, 0, 0, 0)  # of d, m, sc and mn in a row
+    planes: tuple[int, int, int, int] = (0, 0, 0, 0)  # of d, m (Q6_K: qh), sc and mn in a row
     scales: tuple[ScalePlane | None, ...] = ()  # the same four; of int4 the first is that of the groups
     section_start: int = 0  # where the first of the four begins in a row that ends with them
     section: tuple[int, ...] = ()  # where each begins behind that, and the bytes to the end of the row
+
+    @property
+    def kind(self) -> str:
+        """The plans' name of the storage: "int4", or that of `KernelStorage`."""
+        return "int4" if self.storage == KernelStorage.INT4 else self.storage.name
 
 
 def affine(
@@ -72,7 +77,8 @@ def planes_of(size: int, weight: torch.Tensor, kind: str) -> KernelWeight | None
     offsets = of.plane_offsets(size)[0]
     d, m, sc, mn = (offsets.get(name, 0) for name in _SCALE_BYTES)
     scales = tuple(_scale_plane(of, name) if name in of.planes else None for name in _SCALE_BYTES)
-    start = min(at for name, at in offsets.items() if name != "q")
+    m = offsets.get("qh", m)
+    start = min(at for name, at in offsets.items() if name in _SCALE_BYTES)
     section = (*(max(at - start, 0) for at in (d, m, sc, mn)), weight.shape[1] - start)
     return KernelWeight(
         _storage(of), of.bits, weight, middle=of.zero, planes=(d, m, sc, mn), scales=scales, section_start=start,

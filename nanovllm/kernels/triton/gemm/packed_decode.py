@@ -30,7 +30,9 @@ def _nibbles(dtype: int, finish: str) -> tl.constexpr:
     body = f"mov.b32 m, {magic};\n"
     for i in range(4):
         body += f"shr.b32 t, $4, {4 * i};\n" if i else "mov.b32 t, $4;\n"
-        body += f"lop3.b32 ${i}, t, 0x000f000f, m, 0xea;\n" + finish.replace("$i", f"${i}")
+        # HIGH: bits 4 and 5, which lie in bits 0, 2, 8 and 10 of $8.
+        high = f"sh{'rl'[i < 2]}.b32 t, $8, {(4, 2, 4, 6)[i]};\nlop3.b32 ${i}, t, 0x00300030, ${i}, 0xea;"
+        body += f"lop3.b32 ${i}, t, 0x000f000f, m, 0xea;\n" + finish.replace("HIGH", high).replace("$i", f"${i}")
     return _assembly(body, dtype)
 
 
@@ -65,6 +67,7 @@ def _floats(dtype: int) -> tl.constexpr:
 _NIBBLES_BF16, _NIBBLES_FP16 = (_nibbles(i, "FMA $i, $i, one, $5;\n") for i in range(2))
 _BYTES_BF16, _BYTES_FP16 = (_bytes(i, "FMA $i, $i, one, $3;\n") for i in range(2))
 _SCALED_NIBBLES = _nibbles(0, "FMA $i, $i, one, $5;\nFMA $i, $i, $6, $7;\n")
+_SCALED_SIX = _nibbles(0, "HIGH\nFMA $i, $i, one, $5;\nFMA $i, $i, $6, $7;\n")
 _SCALED_BYTES = _bytes(0, "FMA $i, $i, one, $3;\nFMA $i, $i, $4, $5;\n")
 _FLOATS_BF16, _FLOATS_FP16 = (_floats(i) for i in range(2))
 
@@ -73,6 +76,12 @@ _FLOATS_BF16, _FLOATS_FP16 = (_floats(i) for i in range(2))
 def integer(words, i: tl.constexpr, BITS: tl.constexpr):
     """The weight in place i of words of 16 bits, as an integer of 32 bits."""
     return (words.to(tl.int32) >> (i * BITS)) & (2**BITS - 1)
+
+
+@triton.jit
+def high_bits(high, i: tl.constexpr):
+    """16 times bits 4 and 5 of the weight in place i, of the plane qh: in bits 0, 2, 8 and 10 of int16 `high`."""
+    return ((high.to(tl.int32) >> (i % 2 * 2 + i // 2 * 8) & 3) * 16).to(tl.float32)
 
 
 @triton.jit
@@ -116,10 +125,12 @@ if INTERPRETED:
         return tiles
 
     @triton.jit
-    def decode_scaled(words, offset, scale, minimum, BITS: tl.constexpr, dtype: tl.constexpr):
+    def decode_scaled(words, high, offset, scale, minimum, BITS: tl.constexpr, dtype: tl.constexpr):
         tiles = ()
         for i in tl.static_range(16 // BITS):
             q = _number(words, i, offset, BITS, dtype)
+            if high is not None:
+                q += high_bits(high, i)
             tiles = tiles + (to_dtype(q * scale.to(tl.float32) + minimum.to(tl.float32), dtype),)
         return tiles
 else:
@@ -160,7 +171,7 @@ else:
             )
 
     @triton.jit
-    def decode_scaled(words, offset, scale, minimum, BITS: tl.constexpr, dtype: tl.constexpr):
+    def decode_scaled(words, high, offset, scale, minimum, BITS: tl.constexpr, dtype: tl.constexpr):
         """int16 words -> a tile of (q - zero) * scale + minimum for each place. All operands are like words.
 
         In bfloat16 scale and minimum are bfloat16, and the result is rounded once. In float16 they are float32, since
@@ -170,8 +181,16 @@ else:
             tiles = ()
             integers = decode_int(words, offset, BITS, dtype)
             for i in tl.static_range(len(integers)):
-                tiles = tiles + ((integers[i].to(tl.float32) * scale + minimum).to(dtype),)
+                q = integers[i].to(tl.float32)
+                if high is not None:
+                    q += high_bits(high, i)
+                tiles = tiles + ((q * scale + minimum).to(dtype),)
             return tiles
+        elif high is not None:
+            return tl.inline_asm_elementwise(
+                _SCALED_SIX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, offset, scale, minimum, high],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
         elif BITS == 4:
             return tl.inline_asm_elementwise(
                 _SCALED_NIBBLES, "=&r,=&r,=&r,=&r,r,r,r,r", [words, offset, scale, minimum],

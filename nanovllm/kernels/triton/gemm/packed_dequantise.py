@@ -22,6 +22,7 @@ _FEW_ROWS = 32
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["index"])
 def dequantise_kernel(
     weight,  # words [num_rows, words]: int32, or uint8 if PER is 1
+    high,  # the plane qh of GGUF in the same words, PER is 8 or 1; None: no bits above BITS
     d,  # [rows, columns] of scales
     m,  # minima, like d; with `mn` scales of the minima; None: 0
     sc,  # [num_rows, parts] integers, by which d is multiplied; None: 1
@@ -29,7 +30,7 @@ def dequantise_kernel(
     zero,  # uint8 [num_rows, parts]; None: ZERO
     index,  # [num_rows]: which row of the weight a row of the result is; None: all, in order
     out,  # [num_rows, size]
-    num_rows, size, weight_stride, d_stride, sc_stride, zero_stride,
+    num_rows, size, weight_stride, high_stride, d_stride, sc_stride, zero_stride,
     FLOATS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     PER: tl.constexpr,  # weights that are read at once, and have the same scales: those of a word, or one
     D_ROWS: tl.constexpr, D_COLUMNS: tl.constexpr,  # that share a number of d
@@ -49,6 +50,13 @@ def dequantise_kernel(
     word = tl.load(weight + row * weight_stride + (first // PER if PER > 1 else first * BITS // 8), live, other=0)
     shift = place * BITS if PER > 1 else (first % (8 // BITS) * BITS)[:, :, None]
     code = (word.to(tl.int32)[:, :, None] >> shift) & (2**BITS - 1)
+    if high is not None:
+        at = first // 16 if PER > 1 else first // 16 * 4 + first % 8 // 2
+        bits = tl.load(high + row * high_stride + at, live, other=0).to(tl.int32)[:, :, None]
+        place = first[:, :, None] % 8 + place
+        shift = place % 2 * 2 + (1 - first // 8 % 2)[:, :, None] * 4 + (place // 2 * 8 if PER > 1 else 0)
+        code |= (bits >> shift & 3) << BITS
+        place = tl.arange(0, PER)[None, None, :]
     part = first // PART
     d_at = row // D_ROWS * d_stride + first // D_COLUMNS
     s = tl.load(d + d_at, live, other=0.0).to(tl.float32)
@@ -73,7 +81,7 @@ def dequantised(
     weight: torch.Tensor, size: int, dtype: torch.dtype, d: torch.Tensor, *,
     bits: int, zero: int | torch.Tensor = 0, floats: bool = False, d_rows: int = 1, d_columns: int, part: int = 1,
     m: torch.Tensor | None = None, sc: torch.Tensor | None = None, mn: torch.Tensor | None = None,
-    index: torch.Tensor | None = None,
+    index: torch.Tensor | None = None, high: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """A packed weight [num_rows, bytes] as [num_rows, size] in `dtype`, rounded once. Operands as the kernel's.
 
@@ -84,8 +92,10 @@ def dequantised(
     zeros = zero if isinstance(zero, torch.Tensor) else None
     parts = part if sc is not None or zeros is not None else per
     aligned = weight.stride(1) == 1 and not (weight.stride(0) | weight.storage_offset() | weight.data_ptr()) % 4
+    if high is not None:
+        aligned = aligned and high.stride() == weight.stride() and high.storage_offset() % 4 == 0
     if aligned and weight.shape[1] % 4 == size % per == d_columns % per == parts % per == 0:
-        weight = weight.view(torch.int32)
+        weight, high = weight.view(torch.int32), None if high is None else high.view(torch.int32)
     else:
         per = 1
     if out.numel():
@@ -93,7 +103,8 @@ def dequantised(
         rows = 1 if few else _ROWS
         early = index is not None and launched_early(weight, num_rows)
         dequantise_kernel[cdiv(num_rows, rows), cdiv(size, _COLUMNS)](
-            weight, d, m, sc, mn, zeros, index, out, num_rows, size, weight.stride(0), d.stride(0),
+            weight, high, d, m, sc, mn, zeros, index, out, num_rows, size, weight.stride(0),
+            0 if high is None else high.stride(0), d.stride(0),
             0 if sc is None else sc.stride(0), 0 if zeros is None else zeros.stride(0),
             floats, bits, 0 if isinstance(zero, torch.Tensor) else zero, per, d_rows, d_columns, part, rows, _COLUMNS,
             early, num_warps=1 if few else 4, launch_pdl=early,
@@ -105,6 +116,7 @@ class GGUFPlanes(NamedTuple):
     """The planes of a weight as kernels take them: views."""
 
     codes: torch.Tensor
+    high: torch.Tensor | None
     d: torch.Tensor
     m: torch.Tensor | None
     sc: torch.Tensor | None
@@ -119,15 +131,15 @@ def planes_of(of: GGUFType, weight: torch.Tensor, size: int) -> GGUFPlanes:
         planes[name] = (planes[name].contiguous() if odd else planes[name]).view(torch.float16)
     if "sc" in planes and of.part == 16:  # Q6_K's are signed
         planes["sc"] = planes["sc"].view(torch.int8)
-    return GGUFPlanes(planes["q"], planes["d"], planes.get("m"), planes.get("sc"), planes.get("mn"))
+    return GGUFPlanes(planes["q"], planes.get("qh"), planes["d"], planes.get("m"), planes.get("sc"), planes.get("mn"))
 
 
 def dequantised_gguf(
     of: GGUFType, planes: GGUFPlanes, size: int, dtype: torch.dtype, index: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`dequantised` of GGUF's planes."""
-    codes, d, m, sc, mn = planes
+    codes, high, d, m, sc, mn = planes
     return dequantised(
         codes, size, dtype, d, bits=of.bits, zero=of.zero, d_columns=of.block_size, part=of.part, m=m, sc=sc, mn=mn,
-        index=index,
+        index=index, high=high,
     )  # fmt: skip

@@ -153,6 +153,7 @@ def part_kernel(
     sc,  # scales of the parts of a block, integers; None: 1
     mn,  # minima of the parts of a block, taken m times; None: 1, and m is added
     zero,  # uint8, of a part; None: ZERO
+    high,  # the plane qh of GGUF, int16, rows like those of weight; None: no bits above BITS
     bias, y, num_tokens, num_rows, words, split_words, x_stride, weight_stride,
     d_stride, sc_stride, zero_stride,  # between rows; m's is d_stride, mn's sc_stride
     DTYPE: tl.constexpr, BITS: tl.constexpr,
@@ -218,8 +219,17 @@ def part_kernel(
             low_factor = load_parts(mn, rows, row_live, sc_stride, part, parts, PARTS)
         if zero is not None:
             z = load_parts(zero, rows, row_live, zero_stride, part, parts, PARTS)
+        if high is not None:  # two for four words: of the first two in the upper halves of bytes
+            pair = start // 2 + tl.arange(0, BLOCK // 2)
+            at = rows.to(tl.int64)[:, None] * weight_stride + pair[None, :]
+            bits = tl.load(high + at, row_live[:, None] & (pair < end // 2)[None, :], other=0)
+            bits = tl.reshape(bits, [ROWS, BLOCK // 4, 1, 2])
+            bits = tl.reshape(tl.broadcast_to(bits, [ROWS, BLOCK // 4, 2, 2]), [ROWS, BLOCK])
+            bits = ((bits >> ((1 - cols // 2 % 2) * 4).to(tl.int16)[None, :]) & 0x0F0F).to(tl.int16)
+        else:
+            bits = None
         w_tiles = decode_scaled(
-            w, spread(offset, PART_WORDS), spread(to_dtype(scale, EXACT), PART_WORDS),
+            w, bits, spread(offset, PART_WORDS), spread(to_dtype(scale, EXACT), PART_WORDS),
             spread(to_dtype(minimum, EXACT), PART_WORDS), BITS, DTYPE,
         )  # fmt: skip
         x_tiles = split_columns(xs, PER, DTYPE)

@@ -170,7 +170,7 @@ def _linear_int(
     if call is not None and group in (16, 32, 64):
         strides = scale.stride(0), 0, scale.stride(0)
         return _launch(
-            part_kernel, call, f"int{bits}", bits, (scale, None, None, None, zero), strides, x.shape,
+            part_kernel, call, f"int{bits}", bits, (scale, None, None, None, zero, None), strides, x.shape,
             plan, ZERO=2 ** (bits - 1), PART_WORDS=group // per, BLOCK_PARTS=1,
         )  # fmt: skip
     z = 2 ** (bits - 1) if zero is None else zero
@@ -189,13 +189,14 @@ def _linear_gguf(
     if not planes:
         return F.linear(x, dequantise_gguf(weight, kind, size).to(x.dtype), bias), form == "product"
     parts = planes_of(of, weight, size)
-    codes, d, m, sc, mn = parts
+    codes, high, d, m, sc, mn = parts
     call = _few(x, codes, of.bits, bias, form)
+    high = None if high is None or call is None else high.view(torch.int16)
     if call is not None:
         per = 16 // of.bits
         strides = d.stride(0), 0 if sc is None else sc.stride(0), 0
         return _launch(
-            part_kernel, call, of.name, of.bits, (d, m, sc, mn, None), strides, x.shape, plan,
+            part_kernel, call, of.name, of.bits, (d, m, sc, mn, None, high), strides, x.shape, plan,
             ZERO=of.zero, PART_WORDS=of.part // per, BLOCK_PARTS=1 if sc is None else of.block_size // of.part,
         )  # fmt: skip
     return F.linear(x, dequantised_gguf(of, parts, size, x.dtype), bias), form == "product"
