@@ -60,3 +60,13 @@ def test_import_of_what_is_wrong_crashes_or_hangs(tmp_path):
     assert done.returncode == 1 and " us " not in said, done.stdout + done.stderr
     for expected in ("times the tolerance", "ended the process with code 7", "longer than 2 s"):
         assert expected in said
+
+
+@pytest.mark.slow
+def test_import_of_what_ends_the_benchmark(tmp_path):
+    """It is right in the five calls that are compared."""
+    code = "import os\n\nn = []\n\n\ndef run(x, y, factor):\n    n.append(0)\n    len(n) > 5 and os._exit(7)\n"
+    write(tmp_path, [solution("ends", f"{code}    return x * factor + y\n")])
+    done = command("import", tmp_path, "--seed", 1)
+    assert done.returncode == 1 and "right" in done.stdout, done.stdout
+    assert "a Solution ended the process of `kernels bench` with code 7" in " ".join(done.stderr.split())

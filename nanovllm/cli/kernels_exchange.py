@@ -111,7 +111,10 @@ def _run(command: list[str], limit: float | None) -> int:
     """The exit code of a command of `nanovllm kernels`, which writes to this program's output."""
     sys.stdout.flush()
     try:
-        return subprocess.run([sys.executable, "-m", "nanovllm", "kernels", *command], timeout=limit).returncode
+        code = subprocess.run([sys.executable, "-m", "nanovllm", "kernels", *command], timeout=limit).returncode
     except subprocess.TimeoutExpired:
         print(f"nanovllm: `kernels {command[0]}` took longer than {limit:g} s and was ended", file=sys.stderr)
         return 1
+    if code not in (0, 1):
+        print(f"nanovllm: a Solution ended the process of `kernels {command[0]}` with code {code}", file=sys.stderr)
+    return min(abs(code), 1)
