@@ -253,3 +253,28 @@ def test_the_cache_tells_passes_apart():
 def test_an_unknown_op():
     with pytest.raises(ValueError, match="'softmax' has no pattern; expected any of add_rms_norm"):
         FusedOps(["softmax"])
+
+
+@pytest.mark.parametrize(
+    "architecture, replaced",
+    [
+        ("Qwen3", {"add_rms_norm": 4, "rms_norm": 5}),
+        ("Phi3", {"add_rms_norm": 4, "rms_norm": 1, "silu_and_mul": 2}),
+        ("Gemma", {"add_rms_norm": 4, "rms_norm": 1}),
+    ],
+)
+def test_whole_models(architecture, replaced):
+    pytest.importorskip("transformers")
+    from tests.adapters.models import prompts, shared
+
+    model, fused = shared(architecture), FusedOps(reference_too=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=without_code, options=fused.options(), fullgraph=True)
+    for length in (9, 13):  # the second graph has any length
+        given = {"input_ids": prompts(length=length)["input_ids"], "use_cache": False}
+        with torch.no_grad():
+            expected = model(**given).logits
+            torch.testing.assert_close(
+                compiled(**given).logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max())
+            )
+    assert fused.report().replaced == {op: 2 * n for op, n in replaced.items()} and not fused.report().left
