@@ -110,7 +110,7 @@ class ModelRunner:
         with on_device(self.device):
             if not step.continues:
                 self._set_up_admitted(step)
-            result = self.fast.decode(step) or self._run(step)
+            result = self.fast.decode(step) or self._build_and_run(step)
             self.sampler.masks.step_launched(result)
             return result
 
@@ -122,7 +122,8 @@ class ModelRunner:
                     self.sampler.admit(part.seq_slot, seq.token_ids[: seq.prompt_len], seq.output_token_ids, seq.params)
                 self.fast.forget(part.seq_slot)
 
-    def _run(self, step: ScheduledStep) -> StepResult:
+    def _build_and_run(self, step: ScheduledStep) -> StepResult:
+        """Launch a step whose inputs the host builds and sends."""
         self.sampler.masks.settle()  # these may be many launches
         batch = Batch.build(step.parts, self.limits.block_size)
         logits = self.fast.logits(batch)

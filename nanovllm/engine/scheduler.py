@@ -73,7 +73,7 @@ class Scheduler:
         The sequences in `waiting` will be served; the caller must end all others.
         """
         self.running: list[Sequence] = []
-        self._run: DecodeRun | None = None
+        self._decode_run: DecodeRun | None = None
         self._head_lacks_blocks = False
         """Whether the first waiting sequence found too few free blocks, and none was given back since."""
         self._free_seq_slots = list(range(self.max_num_seqs - 1, -1, -1))
@@ -99,10 +99,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None: no sequence is left, or none can run before a result in flight is read."""
-        step = None if self._run is None or self._may_admit() else self._run.next()
+        step = None if self._decode_run is None or self._may_admit() else self._decode_run.next()
         if step is not None:
             return step
-        self._run = None
+        self._decode_run = None
         budget = self._budget()
         parts = self._schedule_running(budget)
         self._admit(parts, budget)
@@ -111,7 +111,7 @@ class Scheduler:
         parts.sort(key=lambda p: p.num_tokens != 1)  # stable
         step = ScheduledStep.of(tuple(parts), piggyback=budget.piggybacked is not None)
         if len(parts) == len(self.running) and step.kind is StepKind.DECODE:
-            self._run = DecodeRun(step, self.blocks, self.reserve_tokens_ahead)
+            self._decode_run = DecodeRun(step, self.blocks, self.reserve_tokens_ahead)
         return step
 
     def _may_admit(self) -> bool:
@@ -183,16 +183,16 @@ class Scheduler:
     ) -> ScheduledSequence:
         """The sequence's next tokens as a part of the step."""
         start = seq.num_computed_tokens
-        early = piggyback or num_tokens == 1
-        if early:
-            # Before the step: one kernel stores the keys of single tokens and attends to them. So no other sequence may
-            # share, in this step, a block that this token or a piggybacked piece completes.
+        joins_prefix_cache_late = piggyback or num_tokens == 1
+        if joins_prefix_cache_late:
+            # Only what earlier steps computed: one kernel stores the keys of single tokens and attends to them. So no
+            # other sequence may share, in this step, a block that this token or a piggybacked piece completes.
             self.blocks.register(seq)
         seq.num_computed_tokens += num_tokens
         samples = seq.num_computed_tokens == seq.num_tokens
         if samples:
             seq.num_pending += 1
-        if not early:
+        if not joins_prefix_cache_late:
             self.blocks.register(seq)
         return ScheduledSequence(seq, start, num_tokens, samples, seq.seq_slot, admitted)
 
@@ -256,7 +256,7 @@ class Scheduler:
 
     def _release(self, seq: Sequence) -> None:
         """Take back the blocks and the seq_slot of a sequence that ran."""
-        self._run = None
+        self._decode_run = None
         self._head_lacks_blocks = False
         self.blocks.free(seq)
         self._free_seq_slots.append(seq.seq_slot)
@@ -276,8 +276,10 @@ class Scheduler:
             reserved = min(seq.num_computed_tokens + self.reserve_tokens_ahead, seq.max_len - 1)
             most = self.blocks.blocks_needed(max(seq.num_computed_tokens, reserved))
             assert len(seq.block_table) <= most, f"{seq} holds blocks that it never needs"
-        if self._run is not None:
-            assert set(self._run.step.sampling) == set(self.running), "a run goes on, but a sequence came or left"
+        if self._decode_run is not None:
+            assert set(self._decode_run.step.sampling) == set(self.running), (
+                "a run goes on, but a sequence came or left"
+            )
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING
             assert not seq.block_table and seq.seq_slot == -1 and seq.num_computed_tokens == 0

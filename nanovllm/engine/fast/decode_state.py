@@ -77,10 +77,10 @@ class DecodeState:
         self._seq_slot_of_row = np.full(max_num_seqs, -1)
         self._positions = np.zeros(max_num_seqs, np.int64)  # of the token that the row computes next
         self._num_blocks = np.zeros(max_num_seqs, np.int64)  # entries of its block table that the device has
-        self._modes = np.zeros(max_num_seqs, np.int64)
+        self._modes = np.zeros(max_num_seqs, np.int64)  # `SamplingMode` of the row, were nothing banned
         self._bans_end = np.zeros(max_num_seqs, np.int64)  # from this position on nothing is banned
         self._constrained = np.zeros(max_num_seqs, bool)
-        self._rows = np.zeros(0, np.int64)
+        self._rows = np.zeros(0, np.int64)  # of each decode of the step placed last, as `place` returns it
         self._constrained_rows: list[int] = []  # of the placed rows
 
     # ---------------------------------------------------------------------------------------------- before a step

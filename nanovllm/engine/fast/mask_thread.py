@@ -63,7 +63,7 @@ class StartedMasks:
         filling: fills them. When the device has sampled, `Filling.check` raises what that raised.
     """
 
-    def __init__(self, job: _Job, filling: Filling, at_gate: bool) -> None:
+    def __init__(self, job: _BufferedMaskJob, filling: Filling, at_gate: bool) -> None:
         self._job, self.filling = job, filling
         self._at_gate = at_gate and job.buffers.gate is not None
 
@@ -197,7 +197,7 @@ class _Buffers:
         return self._views[count]
 
 
-class _Job(MaskJob):
+class _BufferedMaskJob(MaskJob):
     """A `MaskJob` whose masks go to a buffer, and whose end opens the gate."""
 
     def __init__(self, rows: Sequence[ConstrainedRow], latest: StepResult | None, buffers: _Buffers) -> None:
@@ -271,7 +271,7 @@ class ThreadedMaskBuilder(MaskBuilder):
             constraint = rows[0].seq.constraint
             assert constraint is not None
             self._buffers = _Buffers(self._max_rows, constraint.num_words, self._device, self._make_gate)
-        job = _Job(rows, self._latest, self._buffers)
+        job = _BufferedMaskJob(rows, self._latest, self._buffers)
         self.times.append(job.times)
         filling = self.filler.prepare(job.constraints, job.masks, in_thread, job.move_on, job.ban, job.end)
         if in_thread:

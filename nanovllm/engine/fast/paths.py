@@ -18,7 +18,7 @@ from nanovllm.engine.fast.decode_runner import DecodeRunner
 from nanovllm.engine.fast.decode_state import DecodeState
 from nanovllm.engine.fast.mask_thread import ThreadedMaskBuilder
 from nanovllm.engine.fast.piggyback import Piggyback
-from nanovllm.engine.fast.policy import FastPolicy, attention_costs_its_bound, enabled_paths, samples_in_graphs
+from nanovllm.engine.fast.policy import FastPolicy, attention_time_follows_bound, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
 from nanovllm.engine.fast.prefix_groups import PrefixGroups
 from nanovllm.engine.fast.step_shape import DecodeBuckets
@@ -56,7 +56,7 @@ class FastPaths:
 
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
-        self._layer_weights, layer_bytes = model.layer_sizes
+        self._num_layer_weights, layer_bytes = model.layer_sizes
         # A rank may hold packed weights, another whole ones.
         layer_bytes = current_group().smallest(layer_bytes, device)
         self.enabled = enabled_paths(self.policy, kernels, device, layer_bytes, config.enable_prefix_caching)
@@ -77,7 +77,7 @@ class FastPaths:
         self.buckets = DecodeBuckets(
             paged.max_num_seqs,
             paged.max_model_len,
-            attention_costs_its_bound(self._kernels),
+            attention_time_follows_bound(self._kernels),
             policy.min_shared_rows if enabled.prefix_groups else None,
             self.piggyback,
         )
@@ -96,7 +96,7 @@ class FastPaths:
                 self._kernels.provider("apply_token_bitmask").capturable,
             )
         if enabled.prefill_padding:
-            flops = 2 * self._layer_weights * limits.max_num_batched_tokens
+            flops = 2 * self._num_layer_weights * limits.max_num_batched_tokens
             padded = prefill_buckets(
                 limits.max_num_batched_tokens,
                 limits.max_num_seqs,

@@ -190,12 +190,12 @@ def _piggybacks(policy: FastPolicy, kernels: Kernels, decode_graphs: bool, layer
             )
         return False
     worth_it = (
-        decode_graphs and not attention_costs_its_bound(kernels) and layer_bytes >= policy.piggyback.min_layer_bytes
+        decode_graphs and not attention_time_follows_bound(kernels) and layer_bytes >= policy.piggyback.min_layer_bytes
     )
     return bool(wanted) or worth_it
 
 
-def attention_costs_its_bound(kernels: Kernels) -> bool:
+def attention_time_follows_bound(kernels: Kernels) -> bool:
     """Whether the time of a decode step's attention follows from the bound on the context lengths, as the reference's
     does. Kernels read the lengths on the device.
     """
