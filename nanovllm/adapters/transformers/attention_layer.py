@@ -112,10 +112,15 @@ def unsuited_rotary(model: nn.Module, head_dim: int) -> str | None:
         found = True
         buffers = {name: b if b is None else b.detach().cpu() for name, b in module._buffers.items()}
         x, positions = torch.zeros(1, 3, 1), torch.arange(3)[None]
-        try:
-            pairs = _cos_and_sin(stand_in(module), module, buffers, x, positions)
-        except Exception as error:  # code of others, with arguments that it may not have
-            return f"its rotary embedding could not be run ({type(error).__name__})"
+        pairs, why = [], ""
+        for given in (positions, positions.expand(3, 1, 3)):  # the second: in time, height and width
+            try:
+                pairs = _cos_and_sin(stand_in(module), module, buffers, x, given)
+                break
+            except Exception as error:  # code of others, with arguments that it may not have
+                why = f"its rotary embedding could not be run ({type(error).__name__})"
+        if not pairs:
+            return why
         for values in pairs:
             half = head_dim // 2
             if values.shape != (1, 3, head_dim) or not same(values[..., :half], values[..., half:]):
