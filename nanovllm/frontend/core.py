@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 from nanovllm.config import EngineConfig
@@ -71,7 +70,6 @@ class EngineCore:
         self._lock = threading.Lock()
         """Guards the fields above between the thread of the steps and those that add and abort."""
         self._closed = False
-        self._last_result = time.perf_counter()
 
     @property
     def info(self) -> EngineInfo:
@@ -158,7 +156,6 @@ class EngineCore:
         Raises:
             RankError: another rank has failed.
         """
-        self._last_result = time.perf_counter()
         ranks = self.engine.ranks
         ranks.when_failed(self._waiter.news.set)
         self._loop.serve(self._waiter, lambda: self._closed or ranks.failure is not None, self._stepped)
@@ -193,9 +190,8 @@ class EngineCore:
             scheduler.num_preemptions, step_seconds, self.engine.has_unfinished,
         )  # fmt: skip
 
-    def _stepped(self, grown: list[Request]) -> None:
-        now = time.perf_counter()
-        outputs = StepOutputs(self.stats(now - self._last_result), [], [], [], [], [], [])
+    def _stepped(self, grown: list[Request], seconds: float) -> None:
+        outputs = StepOutputs(self.stats(seconds), [], [], [], [], [], [])
         for over in [self._entries[key] for key in self._over if key in self._entries]:
             if (error := _grammar_error(over.request)) is not None:
                 self._fail(over, error, outputs)
@@ -211,7 +207,6 @@ class EngineCore:
                     self._add_ends(entry, outputs)
             self._over = {}
         self._deliver(outputs)
-        self._last_result = time.perf_counter() if not self.engine.has_unfinished else now
 
     def _add_tokens(self, entry: _Entry, outputs: StepOutputs) -> None:
         key, sent = entry.key, entry.sent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -116,28 +117,32 @@ class StepLoop:
         finally:  # again, since an interrupt may have come at the first time
             self._leave(waiter)
 
-    def serve(self, waiter: Waiter, until: Callable[[], bool], stepped: Callable[[list[Request]], None]) -> None:
+    def serve(self, waiter: Waiter, until: Callable[[], bool], stepped: Callable[[list[Request], float], None]) -> None:
         """Run steps in this thread whenever the engine has something to do, until `until()`.
 
         Args:
             waiter: one without requests. Set its `news` after a request was queued or aborted, and for `until`.
-            stepped: called after every step with the requests that got tokens. If the step failed there are none, and
-                the requests that it lost have told their listeners.
+            stepped: called after every step with the requests that got tokens and the seconds since the step before, or
+                since there was work. If the step failed there are none, and the requests that it lost have told their
+                listeners.
         """
         self._name_thread(waiter)
         try:
             self._waiting.append(waiter)
+            since = time.perf_counter()
             while not until():
                 if self._waiting[0] is not waiter or not self._engine.has_unfinished:
                     waiter.news.wait()
                     waiter.news.clear()
+                    since = time.perf_counter()
                     continue
                 grown: list[Request] = []
                 try:
                     grown = self._engine.step()
                 except Exception:
                     logger.warning("a step failed; the requests that it computed are lost", exc_info=True)
-                stepped(grown)
+                before, since = since, time.perf_counter()
+                stepped(grown, since - before)
         finally:
             self._leave(waiter)
 

@@ -1,6 +1,7 @@
 """The engine behind messages: a grammar that takes long to compile holds up nothing else."""
 
 import threading
+import time
 
 import pytest
 
@@ -99,3 +100,13 @@ def test_a_grammar_whose_check_is_forgotten_is_new(core):
         if maker.has_new_grammar(used):
             return
     pytest.fail("its check was forgotten")
+
+
+def test_the_time_without_work_is_no_step(core):
+    core, told = core
+    for key in (1, 2):
+        time.sleep(0.3)
+        before, begun = len(told), time.perf_counter()
+        core.start(StartRequest(key, [5, 6], PLAIN, 1, None))
+        wait_until(lambda ended=key: len(ends(told)) == ended)
+        assert 0 < sum(outputs.stats.step_seconds for outputs in told[before:]) < time.perf_counter() - begun
