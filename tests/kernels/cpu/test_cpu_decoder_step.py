@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nanovllm.kernels import decoder_step
-from nanovllm.kernels.cpu.build import cpu_support
+from nanovllm.kernels.cpu.build import cpu_features, cpu_support
 
 if (reason := cpu_support(torch.device("cpu"))) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -153,9 +153,13 @@ def test_memory_of_contexts_as_float32_is_bounded():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_attention_and_the_mlp_share_memory():
-    """Of 512 tokens queries, keys, values and what is attended to are 20 MiB, the gate and up 24."""
+    """Of 512 tokens queries, keys, values and what is attended to are 20 MiB, the gate and up 24.
+
+    AMX reads three bfloat16 of each activation: of 6,208 and 256 columns 19 MiB more, and 13 if nothing were shared.
+    """
     _, packed = random_weights(layers=1, heads=32, kv_heads=8, dim=128, inner=6144)
-    assert memory_of_a_step(packed, *random_batch([], [(512, 0)]), 8, 128) < 38 << 20
+    most = 58 if "amx_bf16" in cpu_features().split() else 38
+    assert memory_of_a_step(packed, *random_batch([], [(512, 0)]), 8, 128) < most << 20
 
 
 @pytest.mark.parametrize("rows", [[0], [2, 0], [], [3, 3, 3, 3, 1, 0, 2, 3]], ids=str)
