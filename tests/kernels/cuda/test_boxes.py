@@ -202,7 +202,7 @@ def test_which_calls_take_boxes(monkeypatch):
     assert not takes(x[:1], (storage, weight, torch.cat((scale, scale), 1)[:, 1:33], None))  # at places of 2 bytes
 
 
-@pytest.mark.parametrize("kind, stages, stage_bytes", [("int4", 2, 33808), ("Q4_K", 3, 37904)])
+@pytest.mark.parametrize("kind, stages, stage_bytes", [("int4", (2, 4), 33808), ("Q4_K", (3, 3), 37904)])
 @pytest.mark.parametrize("gated, sums", [(True, False), (False, True), (False, False)])
 def test_what_the_kernel_is_told(gated, sums, kind, stages, stage_bytes, monkeypatch):
     told = []
@@ -212,8 +212,8 @@ def test_what_the_kernel_is_told(gated, sums, kind, stages, stage_bytes, monkeyp
     plan = plan_boxes(kind, 4096, 32, 132, gated)
     y = linear_packed.run_product(x, linear_packed.kernel_weight(x, *operands), None, gated=gated, sums=sums, plan=plan)
     assert y.shape == ((1, 1, 4096) if sums else (1, 2048) if gated else (1, 4096))
-    assert told[0][11:13] == (stages, 132) and told[0][-5:-3] == (1, BOX_WARPS) and told[0][-2] == BOX_FRAGMENTS
-    assert told[0][-3] == stages * stage_bytes + 16 * 512 + 2 * 1024  # two tiles a block
+    assert told[0][11:13] == (stages[gated], 132) and told[0][-5:-3] == (1, BOX_WARPS) and told[0][-2] == BOX_FRAGMENTS
+    assert told[0][-3] == stages[gated] * stage_bytes + 16 * 512 + 2 * 1024  # two tiles a block
 
 
 @pytest.mark.slow

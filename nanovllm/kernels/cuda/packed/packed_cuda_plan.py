@@ -29,8 +29,8 @@ BOX_FRAGMENTS = 8
 """What `PackedCudaPlan.fragments` is for the kernel of box.cuh."""
 BOX_WARPS = 16
 """Of a block of the kernel of box.cuh; as in packed.cuh."""
-_BOX_STAGES = {"int4": 2, "Q4_K": 3}
-"""Tiles of weights that have room in shared memory there. With 3 of Q4_K a multiprocessor has room for one block and
+_BOX_STAGES = {"int4": (2, 4), "Q4_K": (3, 3)}
+"""Tiles of weights that have room in shared memory there, and of gated products. With 3 of Q4_K a multiprocessor has room for one block and
 for one of the kernel behind it; with 2 it takes two blocks of the same product, and a layer takes longer.
 """
 _BOX_GROUPS = 32
@@ -228,7 +228,7 @@ def box_plan(
     kind: "int4" or "Q4_K".
     """
     tiles = box_tiles(rows, gated)
-    stages = stages or _BOX_STAGES[kind]
+    stages = stages or _BOX_STAGES[kind][gated]
     most = (_BOX_SHARED_BYTES - stages * _BOX_STAGE_BYTES[kind] - _BOX_TOKEN_BYTES) // _BOX_SUMS_BYTES
     waves = -(-tiles // (multiprocessors * most))
     return PackedCudaPlan(min(tiles, waves * multiprocessors), BOX_WARPS, 1, BOX_FRAGMENTS, stages)
