@@ -116,11 +116,21 @@ constexpr int SUMMED = PANELS_OF_CODES ? 64 : PANEL_GROUPS * GROUP;
 template <typename Element>
 constexpr int COLUMNS_OF = std::is_same_v<Element, float> ? 1 : 2;
 
-// A tile for M tokens, at most FEW, in the order of memory: a processor fetches such a stream by itself. One or two tokens leave
-// it time, and instructions that fetch ahead are slower. Even columns are one sum, odd ones another.
-template <typename T, int M>
+// Whether one or two tokens, which leave a processor time to fetch a stream by itself, are faster if instructions fetch ahead
+// as well: on Intel's, not on AMD's (docs/log/cpu.md).
+inline bool fetches_for_one() {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("intel");
+#else
+    return false;
+#endif
+}
+
+// A tile for M tokens, at most FEW, in the order of memory. AHEAD: bytes that are fetched ahead, 0: none. Even columns are one
+// sum, odd ones another.
+template <typename T, int M, int AHEAD>
 inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-    constexpr int AHEAD = M < 3 ? 0 : 6144, PIECE = T::BYTES / T::GROUPS / LANES;  // bytes of two columns
+    constexpr int PIECE = T::BYTES / T::GROUPS / LANES;  // bytes of two columns
     const int64_t blocks = blocks_of<T>(w.columns);
     const float* values = x.values + token * x.stride;
     const uint8_t* block = w.data + tile * blocks * T::BYTES;
@@ -148,7 +158,9 @@ inline void few(const Weight& w, int64_t tile, const Tokens& x, int64_t token, c
 // A tile for any number of tokens. After the first of them its weights are in a cache.
 template <typename T, int M = FEW>
 inline void few_tokens(const Weight& w, int64_t tile, const Tokens& x, int64_t token, const Output& out) {
-    for (; token + M <= x.count; token += M) few<T, M>(w, tile, x, token, out);
+    constexpr int AHEAD = 6144;
+    const bool ahead = M >= 3 || fetches_for_one();
+    for (; token + M <= x.count; token += M) (ahead ? few<T, M, AHEAD> : few<T, M, M < 3 ? 0 : AHEAD>)(w, tile, x, token, out);
     if constexpr (M > 1)
         if (token < x.count) few_tokens<T, M - 1>(w, tile, x, token, out);
 }
