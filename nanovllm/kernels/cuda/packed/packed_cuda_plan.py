@@ -30,8 +30,8 @@ BOX_FRAGMENTS = 8
 BOX_WARPS = 16
 """Of a block of the kernel of box.cuh; as in packed.cuh."""
 _BOX_STAGES = {"int4": (2, 4), "Q4_K": (3, 3)}
-"""Tiles of weights that have room in shared memory there, and of gated products. With 3 of Q4_K a multiprocessor has room for one block and
-for one of the kernel behind it; with 2 it takes two blocks of the same product, and a layer takes longer.
+"""Tiles of weights that have room in shared memory there, and of gated products. With 3 of Q4_K a multiprocessor has
+room for one block and one of the kernel behind it; with 2 it takes two of the same product, and a layer takes longer.
 """
 _BOX_GROUPS = 32
 """Of 128 columns, of a tile there."""
