@@ -107,10 +107,10 @@ class SamplingParams:
         self._strings("stop", "stop string", "would end every text at once", MAX_STOP_STRINGS, lone=True)
         self._strings("bad_words", "word", "cannot be banned", MAX_BAD_WORDS)
         self._token_ids("stop_token_ids")
+        if isinstance(self.allowed_token_ids, (list, tuple)) and not self.allowed_token_ids:
+            self._fail("allowed_token_ids", "no token could be sampled; leave it out, or pass None, to allow all")
         if self.allowed_token_ids is not None:
             self._token_ids("allowed_token_ids")
-            if not self.allowed_token_ids:
-                self._fail("allowed_token_ids", "no token could be sampled; leave it out, or pass None, to allow all")
         self._logit_bias()
         self._structured_outputs()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

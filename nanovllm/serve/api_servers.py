@@ -248,7 +248,7 @@ class ApiServers:
                 missing.append(f"API process {process.index} does not answer")
                 process.counted = None
         others = [process.counts for process in self._processes if process.counts is not None]
-        return total([self._server.service.metrics.counts(), *self._retired, *others], missing)
+        return total([self._server.service.own_counts(), *self._retired, *others], missing)
 
     def _done(self, process: _Process) -> None:
         if process.counted is not None and not process.counted.done():
@@ -293,7 +293,7 @@ class FirstServer:
         if kind == DRAIN:
             self._server.handle_exit(signal.SIGTERM, None)
         elif kind == COUNT:
-            self._channel.send(COUNTED, self._server.service.metrics.counts())
+            self._channel.send(COUNTED, self._server.service.own_counts())
         elif kind == SUMMED and self._summed is not None and not self._summed.done():
             self._summed.set_result(_decode_counts(data))
 
@@ -307,7 +307,7 @@ class FirstServer:
         try:
             return await asyncio.wait_for(self._summed, _SUM_SECONDS)
         except asyncio.TimeoutError:
-            own = self._server.service.metrics.counts()
+            own = self._server.service.own_counts()
             return msgspec.structs.replace(own, missing=("API process 0 does not answer",), partial=True)
 
 

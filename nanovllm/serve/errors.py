@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from nanovllm.frontend.output_stream import EngineDeadError
@@ -15,6 +16,12 @@ _TYPES = {
 }  # fmt: skip
 
 
+MOST_SAID = 4000
+"""Characters of a message, which may quote a request."""
+_QUOTED_OR_PYTHON = re.compile(r"""(?<!\w)(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?:True|False|None)(?!\w))""")
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
+
+
 class ServerShutdown(EngineDeadError):
     """The server has ended before the request did."""
 
@@ -24,6 +31,7 @@ class ApiError(Exception):
 
     Args:
         status: the HTTP status.
+        message: outside of quotes, Python's True, False and None become JSON's words.
         param: the request's field that is wrong.
         code: a word for programs, such as "model_not_found"; as in OpenAI's errors, others have none.
         retry_after: seconds after which the client may try again.
@@ -39,6 +47,8 @@ class ApiError(Exception):
         retry_after: float | None = None,
         allow: str | None = None,
     ) -> None:
+        message = message if len(message) <= MOST_SAID else message[:MOST_SAID] + "..."
+        message = _QUOTED_OR_PYTHON.sub(lambda found: _JSON_WORDS.get(found[0], found[0]), message)
         super().__init__(message)
         self.status = status
         self.message = message

@@ -14,8 +14,8 @@ from nanovllm.serve.service import Service
 def _card(service: Service, name: str) -> dict[str, Any]:
     info = service.engine.info
     return {
-        "id": name, "object": "model", "created": service.created, "owned_by": "nanovllm", "root": service.model_name,
-        "parent": None, "max_model_len": info.max_model_len,
+        "id": name, "object": "model", "created": service.options.created, "owned_by": "nanovllm",
+        "root": service.model_name, "parent": None, "max_model_len": info.max_model_len,
     }  # fmt: skip
 
 
@@ -61,6 +61,9 @@ async def tokenize(service: Service, exchange: Exchange, key: str) -> None:
     service.check_model(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "prompt: pass exactly one of prompt and messages", "prompt")
+    useless = [name for name in request.OF_MESSAGES if request.prompt is not None and getattr(request, name)]
+    if useless:
+        raise ApiError(400, f"{useless[0]}: a prompt has no use for it; leave it out, or pass messages", useless[0])
     if request.messages is not None:
         text = await service.offload(
             exchange.body_size, service.render, request.messages, request.chat_template_kwargs or {},

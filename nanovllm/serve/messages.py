@@ -51,13 +51,17 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 async def messages(service: Service, exchange: Exchange, key: str) -> None:
     request = parse(await service.json(exchange), MessagesRequest)
     service.check_model(request.model)
+    if request.max_tokens < 1:
+        said = "must be at least 1, which fills the prompt cache too"
+        raise ApiError(400, f"max_tokens={brief(request.max_tokens)}: {said}", "max_tokens")
     conversation = await service.offload(
         exchange.body_size, _conversation, service, request, max_tokens=request.max_tokens,
         stop=request.stop_sequences, temperature=request.temperature, top_p=request.top_p, top_k=request.top_k,
         response_format=_response_format(request.output_config),
     )  # fmt: skip
     with closing(await conversation.start(exchange, key)) as generation:
-        shape = MessageAnswer(conversation, exchange.request_id, len(generation.streams[0].request.prompt_token_ids))
+        num_prompt_tokens = len(generation.streams[0].request.prompt_token_ids)
+        shape = MessageAnswer(conversation, exchange.request_id, num_prompt_tokens, _shows_thoughts(request))
         await answer(exchange, generation, shape, request.stream, service.options)
 
 
@@ -183,25 +187,55 @@ def _response_format(config: dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"schema": fields["schema"]}}
 
 
+_THINKING_FIELDS = {"disabled": (), "adaptive": ("display",), "enabled": ("display", "budget_tokens")}
+"""Types of `thinking`, and the fields that one may have beside its type."""
+
+
 def _thinking(thinking: dict[str, Any] | None, service: Service) -> dict[str, Any]:
-    kind = None if thinking is None else thinking.get("type")
-    if kind not in (None, "disabled", "enabled", "adaptive"):
-        raise ApiError(400, f"thinking: type={brief(kind, 40)}: must be enabled or disabled", "thinking")
+    """Variables of the template for a `thinking`."""
+    if thinking is None:
+        return {}
+    kind = thinking.get("type")
+    if not isinstance(kind, str) or kind not in _THINKING_FIELDS:
+        said = f"type={brief(kind, 40)}" if "type" in thinking else "type is missing"
+        raise ApiError(400, f"thinking: {said}: must be enabled, adaptive or disabled", "thinking")
+    for name, value in thinking.items():
+        if name == "type" or value is None:
+            continue
+        if name not in _THINKING_FIELDS[kind]:
+            said = f"{brief(name, 40)} is not supported beside type={kind!r}; leave it out"
+            raise ApiError(400, f"thinking: {said}", "thinking")
+        if name == "display" and value not in ("summarized", "omitted"):
+            raise ApiError(400, f"thinking: display={brief(value, 40)}: must be summarized or omitted", "thinking")
+        if name == "budget_tokens" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ApiError(400, f"thinking: budget_tokens={brief(value, 40)}: must be at least 1", "thinking")
     template = service.chat_template or ""
-    if kind is not None and "enable_thinking" in template:
+    if "enable_thinking" in template:
         return {"enable_thinking": kind != "disabled"}
     if kind == "enabled" and START not in template:
         raise ApiError(400, "thinking: type='enabled': this model does not reason; leave it out", "thinking")
     return {}
 
 
-class MessageAnswer:
-    """Anthropic's message, whole or as events."""
+def _shows_thoughts(request: MessagesRequest) -> bool:
+    """Whether the model's thoughts have their text in the answer."""
+    return (request.thinking or {}).get("display") != "omitted"
 
-    def __init__(self, conversation: Conversation, request_id: str, num_prompt_tokens: int) -> None:
+
+class MessageAnswer:
+    """Anthropic's message, whole or as events.
+
+    Args:
+        thoughts: with their text.
+    """
+
+    def __init__(
+        self, conversation: Conversation, request_id: str, num_prompt_tokens: int, thoughts: bool = True
+    ) -> None:
         self._conversation = conversation
         self._blocks = Blocks(conversation.plan.parser())
         self._begun = False
+        self._thoughts = thoughts
         self._num_prompt_tokens = num_prompt_tokens
         self._head = {
             "id": f"msg_{request_id}", "type": "message", "role": "assistant",
@@ -213,7 +247,8 @@ class MessageAnswer:
         self._begun = True
         for piece in output.outputs:
             for change, block, text in self._blocks.feed(piece):
-                frames.append(_event(change, block, text))
+                if self._thoughts or block.kind != "reasoning" or change != "more":
+                    frames.append(_event(change, block, text))
         return b"".join(frames)
 
     def _start(self, output: RequestOutput) -> bytes:
@@ -245,7 +280,7 @@ class MessageAnswer:
         return event(error_body(error), "error")
 
     def whole(self, usage: dict[str, Any]) -> dict[str, Any]:
-        content = [_content(block) for block in self._blocks.all]
+        content = [_content(block, self._thoughts) for block in self._blocks.all]
         return {**self._head, "content": content, **self._stop(), "usage": _usage(usage)}
 
 
@@ -263,11 +298,11 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: Block, thoughts: bool) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": ""}
+        return {"type": "thinking", "thinking": block.text if thoughts else "", "signature": ""}
     try:
         arguments = json.loads(block.text or "{}")
     except ValueError:  # max_tokens has ended it, or the model wrote no JSON

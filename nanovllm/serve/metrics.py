@@ -183,12 +183,16 @@ class Metrics:
 
     # ------------------------------------------------------------------------------------------------ what is written
 
-    def counts(self) -> Counts:
-        """What this process has counted so far."""
+    def counts(self, requests_open: int) -> Counts:
+        """What this process has counted so far.
+
+        Args:
+            requests_open: generating HTTP requests that have not ended.
+        """
         engine = self._engine
         return Counts(
             histograms=[histogram.counted() for histogram in self._histograms], counters=dict(self._counters),
-            requests_open=engine.num_unfinished, engine_up=engine.alive, heartbeat_age=engine.seconds_without_step,
+            requests_open=requests_open, engine_up=engine.alive, heartbeat_age=engine.seconds_without_step,
         )  # fmt: skip
 
     def text(self, counts: Counts) -> bytes:
@@ -211,7 +215,7 @@ class Metrics:
             ("nanovllm:engine_up", "Whether the engine takes requests.", int(counts.engine_up)),
             ("nanovllm:engine_heartbeat_age_seconds", "Seconds without a step, while there is work.",
              counts.heartbeat_age),
-            ("nanovllm:requests_open", "Requests that have not ended.", counts.requests_open),
+            ("nanovllm:requests_open", "HTTP requests that generate and have not ended.", counts.requests_open),
         ):  # fmt: skip
             gauge = GaugeMetricFamily(name, documentation, labels=["model_name"])
             gauge.add_metric([self._model], value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 
 from nanovllm.wording import counted
 
@@ -48,6 +49,8 @@ class ServeOptions:
     """Origins whose pages may call the server; "*": all."""
     metrics_prefix: str = "vllm:"
     """Before the metrics that vLLM has as well, so that its dashboards work."""
+    created: int = field(default_factory=lambda: int(time.time()))
+    """The `created` of its models: the server's start in seconds since 1970, in all of its processes."""
 
     def __post_init__(self) -> None:
         for name in (

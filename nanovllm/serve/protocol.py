@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -91,6 +91,9 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     continue_final_message: bool = False
     return_token_strs: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+
+    OF_MESSAGES: ClassVar = ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+    """Fields that a `prompt` has no use for."""
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.async_llm import EngineDeadError, RequestFailed
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import ApiError, ServerShutdown
+from nanovllm.serve.errors import MOST_SAID, ApiError, ServerShutdown
 from nanovllm.serve.protocol import GenerationRequest
 from nanovllm.structured_outputs import GrammarsBusyError
 
@@ -52,22 +52,17 @@ def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
     return {int(name): bias for name, bias in given.items()}
 
 
-_MOST_SAID = 4000
-"""Characters of a message, which may quote a request."""
-
-
 def bad_request(error: Exception) -> ApiError:
     """A 400 of what the engine says of a request; the message begins with the name of what is wrong.
 
-    It speaks to Python. Here an argument of `LLM` is an option of the server, and None is JSON's null.
+    It speaks to Python. Here an argument of `LLM` is an option of the server.
     """
     message = str(error)
-    if len(message) > _MOST_SAID:
-        message = message[:_MOST_SAID] + "..."
+    if len(message) > MOST_SAID:
+        message = message[:MOST_SAID] + "..."
     # Without bounds the search takes time in the square of the message's length.
     message = re.sub(r"(?:pass )?\b(\w{1,40})=(\S{0,40}) to LLM\b", _as_option, message)
     message = message.replace("raise max_model_len", "start the server with a larger --max-model-len")
-    message = re.sub(r"(?<![\w'\"])None(?![\w'\"])", "null", message)
     name = re.match(r"([a-z_]\w*)(\[\d+\])?[=:]", message)
     code = "context_length_exceeded" if re.search(r"max_model_len=\d", message) else None
     return ApiError(400, message, name[1] if name else None, code)

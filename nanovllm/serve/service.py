@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -64,7 +63,6 @@ class Service:
             options.max_waiting, options.max_waiting_tokens, options.max_per_key, self.metrics.rejected
         )
         self._grammars = FairThread("grammar-checks")
-        self.created = int(time.time())
         self.generated: Callable[[Generation], None] | None = None
         """Called with every generation that has ended; for traces."""
         if siblings is None or siblings.leads:  # every API process hears of every step; one counts them
@@ -81,12 +79,16 @@ class Service:
 
     async def counts(self) -> Counts:
         """What all API processes of the server have counted."""
-        return self.metrics.counts() if self.siblings is None else await self.siblings.gather()
+        return self.own_counts() if self.siblings is None else await self.siblings.gather()
+
+    def own_counts(self) -> Counts:
+        """What this process has counted."""
+        return self.metrics.counts(self.admission.num_open)
 
     @property
     def stuck(self) -> str | None:
         """Why the engine computes nothing; None: it does, or has nothing to do."""
-        return self.fault(self.metrics.counts())
+        return self.fault(self.own_counts())
 
     def fault(self, counts: Counts) -> str | None:
         """Why the server does not work, by what its API processes say; None: it works."""
@@ -140,6 +142,9 @@ class Service:
         if taken:
             name = min(taken)
             raise ApiError(400, f"chat_template_kwargs: {name!r} is not for the template", "chat_template_kwargs")
+        if self.chat_template is None:
+            said = "messages: this model has no chat template; send a prompt to /v1/completions"
+            raise ApiError(400, said, "messages")
         if not messages:
             said = 'messages: must have at least one message, such as {"role": "user", "content": "Hello!"}'
             raise ApiError(400, said, "messages")

@@ -5,13 +5,16 @@ import socket
 import tempfile
 import threading
 import time
+from dataclasses import replace
 
+import msgspec
 import pytest
 
 from nanovllm.cli.serve import serve
 from nanovllm.cli.serve_options import ProcessOptions
 from nanovllm.config import EngineConfig
 from nanovllm.frontend.core_messages import EngineInfo
+from nanovllm.serve.api_servers import ApiProcessConfig
 from nanovllm.serve.counts import Counts, total
 from nanovllm.serve.frames import HELLO, READY, STEP, frame, read_frames, read_one
 from nanovllm.serve.front_ends import FrontEnds, Outbox
@@ -58,6 +61,17 @@ def test_limits_are_shared():
     each = whole.share(4)
     assert (each.max_waiting, each.max_waiting_tokens, each.max_connections) == (3, 250, 1)
     assert whole.share(1) == whole
+
+
+def test_the_models_of_all_processes_have_one_time(server):
+    """That of the server's start, however much later an API process starts, perhaps for another one that died."""
+    options = replace(ServeOptions(), created=1_700_000_000)
+    config = ApiProcessConfig(options.share(3), "127.0.0.1", (), "path", 30, False, False, None)
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=ApiProcessConfig).options
+    assert told.created == 1_700_000_000 and ServeOptions().created > told.created
+    for path in ("/v1/models/model", "/v1/models"):
+        found = server.client.get(path).json()
+        assert found.get("data", [found])[0]["created"] == server.options.created
 
 
 def test_counts_of_processes_are_added():

@@ -134,6 +134,7 @@ def test_all_processes_give_the_same_answers_and_one_sum_of_metrics(several, llm
     join(in_threads(lambda client: texts.update({client: ask(client)}), clients))
     assert set(texts.values()) == {expected.outputs[0].text} and len(texts) == 40
     tokens = len(expected.outputs[0].token_ids)
+    assert len({client.get("/v1/models").json()["data"][0]["created"] for client in clients}) == 1
     totals = {client.get("/metrics").text.count("\n") for client in clients[:8]}
     assert len(totals) == 1
     wait_until(lambda: several.metric("nanovllm:requests_open") == 0)

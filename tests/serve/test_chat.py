@@ -95,7 +95,7 @@ def test_the_last_message_goes_on(server, llm):
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": True}
     for path in ("/tokenize", "/v1/chat/completions"):
         status, error = server.refused(path, **body)
-        assert status == 400 and "add_generation_prompt=False" in error["message"]
+        assert status == 400 and "add_generation_prompt=false" in error["message"]
 
 
 def test_a_message_that_quotes_much_of_a_request_takes_no_time():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm.serve.options import ServeOptions
-from tests.serve.running import RunningServer
+from tests.serve.running import RunningServer, slow_client
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,20 @@ def test_metrics(guarded):
     names = set(re.findall(r"(?:vllm|nanovllm):\w+", asked))
     names |= {"nanovllm:step_seconds", "nanovllm:frontend_lag_seconds", "nanovllm:engine_up", "vllm:request_params_n"}
     assert len(names) > 12 and all(f"# TYPE {name.removesuffix('_bucket')} " in text for name in names)
+
+
+def test_open_requests_are_counted_whatever_they_ask_for(model_path):
+    with RunningServer(model_path, client=slow_client(model_path)) as server:
+        server.hold()
+        body = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        assert server.metric("nanovllm:requests_open") == 0
+        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.iter_raw()  # if nothing held it, the stream would be closed
+            next(pieces)
+            assert server.engine.num_unfinished == 3 and server.metric("nanovllm:requests_open") == 1
+            text = server.client.get("/metrics").text
+            assert "# HELP nanovllm:requests_open HTTP requests that generate and have not ended." in text
+        wait_until(lambda: server.metric("nanovllm:requests_open") == 0)
 
 
 def test_the_metrics_that_dashboards_of_vllm_read(guarded):

@@ -35,6 +35,23 @@ def test_reasoning_tokens_are_counted(thinking):
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
 
 
+def test_anthropic_thoughts_that_are_omitted(thinking):
+    """Their block stays, without its text; the tokens are the same."""
+    body = dict(messages=[{"role": "user", "content": "hello there"}], max_tokens=12, temperature=0)
+    shown = dict(type="adaptive", display="summarized")
+    whole = thinking.post("/v1/messages", **body, thinking=shown)
+    hidden = thinking.post("/v1/messages", **body, thinking=dict(type="enabled", budget_tokens=9, display="omitted"))
+    assert len(whole["content"][0]["thinking"]) > 5 and hidden["usage"]["output_tokens"] == 12
+    assert hidden["content"] == [{"type": "thinking", "thinking": "", "signature": ""}]
+    for thought, kinds in (shown, True), (dict(type="adaptive", display="omitted"), False):
+        events = thinking.events("/v1/messages", **body, thinking=thought)
+        deltas = [e["delta"]["thinking"] for e in events if e["type"] == "content_block_delta"]
+        assert bool(deltas) == kinds and "".join(deltas) == whole["content"][0]["thinking"] * kinds
+        assert [e["type"] for e in events if e["type"].startswith("content_block_st")] == [
+            "content_block_start", "content_block_stop"
+        ]  # fmt: skip
+
+
 def test_an_answer_without_thoughts_has_no_reasoning_tokens(server):
     whole = server.post("/v1/chat/completions", messages=[{"role": "user", "content": "hello"}], max_tokens=3)
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}

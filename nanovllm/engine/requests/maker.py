@@ -130,9 +130,9 @@ class RequestMaker:
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
             if count is not None and 0 <= most < count:
+                other = f", or pass max_logprobs={count} to LLM" if count <= self._vocab_size else ""
                 raise ValueError(
-                    f"{name}={count}: this engine reports at most {most} for a token; lower it, or pass"
-                    f" max_logprobs={count} to LLM"
+                    f"{name}={brief(count)}: this engine reports at most {most} for a token; lower it{other}"
                 )
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token_id in getattr(params, name) or ():
