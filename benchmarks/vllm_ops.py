@@ -62,8 +62,7 @@ def ops(shapes: Shapes, tokens: int) -> Iterator[tuple[str, dict[str, Call]]]:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    ours = torch.ops.nanovllm
-    native = {name: op.impls["native"].impl_fn for name, op in ir.op.IrOp.registry.items()}
+    ours, native = torch.ops.nanovllm, {name: op.impls["native"].impl_fn for name, op in ir.op.IrOp.registry.items()}
     random, heads, kv_heads, dim = shapes.random, shapes.heads, shapes.kv_heads, shapes.dim
 
     def norm(x: torch.Tensor) -> dict[str, Call]:
@@ -84,9 +83,7 @@ def ops(shapes: Shapes, tokens: int) -> Iterator[tuple[str, dict[str, Call]]]:
         {
             "PyTorch": lambda: native["fused_add_rms_norm"](x, residual, weight, EPS),
             "Inductor": lambda: compiled(native["fused_add_rms_norm"])(x, residual, weight, EPS),
-            "CUDA": lambda: theirs.fused_add_rms_norm(
-                mine, mine_too, weight, EPS
-            ),  # in place: its results are not compared
+            "CUDA": lambda: theirs.fused_add_rms_norm(mine, mine_too, weight, EPS),  # in place: not compared
             "nanovllm": lambda: ours.add_rms_norm(x, residual, weight, EPS),
         },
     )

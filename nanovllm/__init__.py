@@ -1,6 +1,5 @@
 """nanovllm: a small, fast LLM inference engine whose kernels you can swap."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.early_exit import importing_engine
@@ -28,7 +27,7 @@ def __getattr__(name: str) -> Any:
             from nanovllm.async_llm import AsyncLLM
 
         return AsyncLLM
-    if name in ("SamplingParams", "StructuredOutputs"):
+    if name in ("SamplingParams", "StructuredOutputs", "StructuredOutputsParams"):
         from nanovllm import sampling_params
 
         return getattr(sampling_params, name)
@@ -36,13 +35,6 @@ def __getattr__(name: str) -> Any:
         from nanovllm import outputs
 
         return getattr(outputs, name)
-    from nanovllm.foreign_arguments import NAMES
+    from nanovllm.foreign_arguments import refuse_name
 
-    if name in NAMES:
-        text = f"nanovllm has no {name}; {NAMES[name]}"
-        # `from nanovllm import NAME` asks first whether there is such an attribute, and would replace the text of an
-        # AttributeError.
-        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
-            raise ImportError(text, name="nanovllm")
-        raise AttributeError(text)
-    raise AttributeError(f"module 'nanovllm' has no attribute {name!r}")
+    refuse_name(__name__, name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 _OFF: tuple[Any, ...] = (None, False, 0, "auto", "none", "", (), [], {})
 """Values that switch a feature off, or leave it to the engine."""
@@ -287,6 +289,11 @@ METHODS = {
         ("use chat", "create_chat_completion"),
         ("use generate, with SamplingParams", "create_completion"),
         ("the number of ranks is tensor_parallel_size", "get_world_size"),
+        (
+            "the model's sizes are in llm.llm_engine.model_config, the arguments in llm.llm_engine.config",
+            "model_config",
+        ),
+        ("pass tokenizer= to LLM", "set_tokenizer"),
         ("images, audio and video are not supported; send text", "reset_mm_cache"),
         (
             "weights cannot be replaced while an engine runs; make a new LLM",
@@ -303,7 +310,7 @@ NAMES = {
     for answer, names in (
         ("from nanovllm import LLM", "Llama LLMEngine EngineArgs"),
         ("from nanovllm import AsyncLLM", "AsyncLLMEngine AsyncEngineArgs"),
-        ("from nanovllm import StructuredOutputs", "StructuredOutputsParams GuidedDecodingParams"),
+        ("from nanovllm import StructuredOutputs", "GuidedDecodingParams"),
         ("a prompt is a text, a list of token ids, or a dict with one of them", "TextPrompt TokensPrompt PromptType"),
         ("beam search is not supported; use SamplingParams(n=) for several completions", "BeamSearchParams"),
         ("embeddings, scores and rewards are not supported",
@@ -316,3 +323,22 @@ NAMES = {
     for name in names.split()
 }  # fmt: skip
 """Names that vLLM and llama-cpp-python export, and what to import or to do here."""
+
+
+def refuse_name(module: str, name: str) -> NoReturn:
+    """For the `__getattr__` of a module: there is no such name. What is known of others' names is said.
+
+    Raises:
+        AttributeError: its text. `from module import name` would replace that text, so there it is an ImportError.
+    """
+    if name not in NAMES:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    text = f"{module} has no {name}; {NAMES[name]}"
+    asking = sys._getframe(2)
+    # A package is first asked whether it has the attribute.
+    importing = asking.f_code.co_name == "_handle_fromlist" or (
+        asking.f_code.co_code[asking.f_lasti] == dis.opmap["IMPORT_FROM"]
+    )
+    if importing:
+        raise ImportError(text, name=module)
+    raise AttributeError(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import numbers
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.arguments import rejects_unknown
-from nanovllm.foreign_arguments import SAMPLING_ARGUMENTS
+from nanovllm.foreign_arguments import SAMPLING_ARGUMENTS, refuse_name
 from nanovllm.structured_outputs import StructuredOutputs
 
 MAX_N = 128
@@ -65,7 +66,8 @@ class SamplingParams:
     seed: int | None = None
     """Makes the draws repeatable, whatever else runs in the batch. None or -1: the engine picks one."""
     logprobs: int | None = None
-    """Report this many most likely tokens, and the sampled one, with their log-probabilities. None: none at all."""
+    """Report this many most likely tokens, and the sampled one, with their log-probabilities. -1: all tokens, if the
+    engine's `max_logprobs` allows it. None: none at all."""
     prompt_logprobs: int | None = None
     """The same for every prompt token."""
     skip_special_tokens: bool = True
@@ -98,9 +100,7 @@ class SamplingParams:
         self._int("min_tokens", 0)
         self._int("seed", 0, 2**63 - 1, none_is="the engine to pick one")
         for name in ("logprobs", "prompt_logprobs"):
-            asks_for_all = _is_int(getattr(self, name)) and getattr(self, name) == -1  # in vLLM
-            for_all = "; for all tokens pass the vocabulary's size, and pass max_logprobs=-1 to LLM"
-            self._int(name, 0, none_is="no log-probabilities" + for_all * asks_for_all)
+            self._int(name, -1, remedy=" (-1: all tokens)", none_is="no log-probabilities")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 self._fail(name, "must be True or False")
@@ -115,6 +115,15 @@ class SamplingParams:
         self._structured_outputs()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             self._fail("min_tokens", f"is above max_tokens={self.max_tokens}; lower the one or raise the other")
+
+    @classmethod
+    def from_optional(cls, **arguments: Any) -> SamplingParams:
+        """As in vLLM: None stands for the default of an argument. `max_tokens=None` keeps its meaning."""
+        return cls(**{name: value for name, value in arguments.items() if value is not None or name == "max_tokens"})
+
+    def clone(self) -> SamplingParams:
+        """As in vLLM: a copy that shares nothing with this one. `dataclasses.replace(params, ...)` changes fields."""
+        return copy.deepcopy(self)
 
     def most_tokens(self, prompt_len: int, max_model_len: int) -> int:
         """The length at which a sequence ends, prompt included, in an engine of this `max_model_len`."""
@@ -230,6 +239,12 @@ class SamplingParams:
                     f"logit_bias[{token_id}]={bias!r}: must be a number from -100 to 100; pass -100 to ban the token"
                 )
         self._set("logit_bias", {int(i): float(bias) for i, bias in biases.items()})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StructuredOutputsParams":  # as vLLM calls it
+        return StructuredOutputs
+    refuse_name(__name__, name)
 
 
 def _is_int(value: Any) -> bool:

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 
+import nanovllm
 from nanovllm.arguments import reject_unknown
 from nanovllm.sampling_params import SamplingParams
 
@@ -77,8 +78,8 @@ BAD = [
     ("max_tokens", [0, -1, 1.5, True, "16"]),
     ("min_tokens", [-1, 0.0, True, "1", None, 65]),
     ("seed", [-2, -1.0, 2**63, 0.5, True, "seed"]),
-    ("logprobs", [-1, 1.0, True, "5"]),
-    ("prompt_logprobs", [-1, 1.0, True, "5"]),
+    ("logprobs", [-2, 1.0, True, "5"]),
+    ("prompt_logprobs", [-2, 1.0, True, "5"]),
     ("ignore_eos", [1, "True", None]),
     ("skip_special_tokens", [0, "no", None]),
     ("include_stop_str_in_output", [0, "no", None]),
@@ -192,7 +193,27 @@ def test_twice_given_and_too_many_remain_errors():
         SamplingParams(*range(40))
 
 
-def test_all_log_probabilities_as_vllm_asks_for_them():
-    said = "prompt_logprobs=-1: must be at least 0, or None for no log-probabilities; for all tokens pass the"
-    with pytest.raises(ValueError, match=f"{said} vocabulary's size, and pass max_logprobs=-1 to LLM"):
-        SamplingParams(prompt_logprobs=-1)
+def test_copies_as_vllm_makes_them():
+    p = SamplingParams(temperature=0.3, stop=["x"], logit_bias={3: 1})
+    clone = p.clone()
+    assert clone == p and clone is not p and clone.logit_bias is not p.logit_bias
+    assert SamplingParams.from_optional(n=None, top_p=None, temperature=0.5) == SamplingParams(temperature=0.5)
+    assert SamplingParams.from_optional(max_tokens=None).max_tokens is None
+    with pytest.raises(TypeError, match="unknown argument 'top_q'"):
+        SamplingParams.from_optional(top_q=1)
+
+
+def test_names_of_vllms_module():
+    from nanovllm.sampling_params import StructuredOutputsParams
+
+    assert StructuredOutputsParams is nanovllm.StructuredOutputsParams is nanovllm.StructuredOutputs
+    module = nanovllm.sampling_params
+    for find in (
+        lambda: exec("from nanovllm.sampling_params import GuidedDecodingParams"), lambda: module.GuidedDecodingParams,
+    ):  # fmt: skip
+        with pytest.raises((ImportError, AttributeError)) as error:
+            find()
+        assert str(error.value).endswith("has no GuidedDecodingParams; from nanovllm import StructuredOutputs")
+    assert not hasattr(module, "GuidedDecodingParams")  # no ImportError
+    with pytest.raises(ImportError, match="cannot import name 'Nothing'"):
+        from nanovllm.sampling_params import Nothing  # noqa: F401

@@ -48,7 +48,7 @@ def _read(request: CompletionRequest) -> tuple[list[str | list[int]], SamplingPa
         request,
         max_tokens=1 if nothing else request.max_tokens,
         logprobs=request.logprobs,
-        prompt_logprobs=max((number for number in both if number is not None), default=None),
+        prompt_logprobs=-1 if -1 in both else max((number for number in both if number is not None), default=None),
         **constraint(request),
     )
     return prompts, params

@@ -41,8 +41,9 @@ def _chat_entry(token_id: int, logprob: Logprob, token_bytes: Callable[[int], by
 
 
 def _most_likely(row: Row, num_top: int) -> list[int]:
-    """The best `num_top` tokens of a row, whose first entry may or may not be one of them."""
-    return sorted(row, key=lambda token_id: row[token_id].rank)[:num_top]
+    """The best `num_top` tokens of a row, whose first entry may or may not be one of them. -1: all."""
+    best_first = sorted(row, key=lambda token_id: row[token_id].rank)
+    return best_first if num_top == -1 else best_first[:num_top]
 
 
 class CompletionLogprobs:

@@ -145,6 +145,13 @@ def test_a_call_of_the_llm_itself_says_what_to_call(llm):
             call()
 
 
+def test_attributes_of_vllms_llm_say_where_to_look(llm):
+    for name, words in (("model_config", "llm.llm_engine.model_config"), ("set_tokenizer", "pass tokenizer= to LLM")):
+        with pytest.raises(AttributeError, match=f"^LLM.{name}: .*{re.escape(words)}"):
+            getattr(llm, name)
+    assert llm.llm_engine.model_config.vocab_size and llm.llm_engine.config.max_model_len
+
+
 def test_a_request_id_for_the_engine_is_answered(llm):
     with pytest.raises(TypeError, match="the engine numbers the requests itself"):
         llm.llm_engine.add_request("1", "Hi", GREEDY)

@@ -1,5 +1,6 @@
 """`LLM.generate`: every form of a prompt, completions, cached prefixes, progress."""
 
+import math
 import random
 import re
 import sys
@@ -116,6 +117,22 @@ def test_log_probabilities_have_a_limit(llm, directory):
     for most in (21, -1):
         (out,) = make(directory, max_logprobs=most).generate("x", SamplingParams(logprobs=21, max_tokens=1), False)
         assert len(out["logprobs"][0]) in (21, 22)
+
+
+def test_minus_one_asks_for_the_log_probabilities_of_all_tokens(llm, directory):
+    for name in ("logprobs", "prompt_logprobs"):
+        with pytest.raises(ValueError) as error:
+            llm.generate("x", SamplingParams(**{name: -1}), use_tqdm=False)
+        limit = "this engine reports at most 20 for a token; ask for 20, or pass max_logprobs=-1 to LLM"
+        assert str(error.value) == f"{name}=-1: {limit}"
+    all_tokens = SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=2, ignore_eos=True)
+    (out,) = make(directory, max_logprobs=-1).generate("x y", all_tokens, use_tqdm=False)
+    size = llm.engine.model_config.vocab_size
+    rows = [*out["logprobs"], *out.prompt_logprobs[1:]]
+    assert len(rows) > 2
+    for row in rows:
+        assert row.keys() == set(range(size))
+        assert sum(math.exp(entry.logprob) for entry in row.values()) == pytest.approx(1, abs=1e-4)
 
 
 def test_a_text_that_cannot_fit_is_not_tokenised(llm):

@@ -98,6 +98,9 @@ def test_log_probabilities_beyond_the_vocabulary(server):
         assert error["message"] == f"{name}={10**30}: {most}" and error["param"] == name
         error = server.refused("/v1/completions", prompt="x", **{name: 30})[1]
         assert error["message"] == f"{name}=30: {most}, or start the server with --max-logprobs 30"
+        error = server.refused("/v1/completions", prompt="x", **{name: -1})[1]
+        remedy = "ask for 20, or start the server with --max-logprobs -1"
+        assert error["message"] == f"{name}=-1: this engine reports at most 20 for a token; {remedy}"
 
 
 def test_a_model_without_a_chat_template(tmp_path):

@@ -67,7 +67,6 @@ def export_op(
     reason = _not_expressible(op)
     if reason is not None:
         raise ValueError(f"{op.name} cannot be written as a Definition: {reason}")
-    assert op.inputs is not None
     unknown = [name for name in providers or () if name not in op.providers]
     if unknown:
         raise ValueError(f"{op.name} has no provider {unknown[0]!r}; it has {', '.join(op.providers)}")
@@ -76,6 +75,29 @@ def export_op(
     except NotSelfContained as e:
         raise ValueError(f"{op.name} cannot be written as a Definition: {e}") from e
     files: list[Path] = []
+    groups, left_out = _workloads(op, directory, dtype, shapes, reference, files)
+    if not groups:
+        raise ValueError(f"{op.name}: no workload can be written: {'; '.join(left_out) or 'there are no shapes'}")
+    for name, (definition, traces) in groups.items():
+        _write(directory / "definitions" / op.name / f"{name}.json", json.dumps(definition, indent=2), files)
+        _write(directory / "workloads" / op.name / f"{name}.jsonl", "\n".join(map(json.dumps, traces)), files)
+        for provider in op.providers.values():
+            if providers is None or provider.name in providers:
+                solution = _solution(op, provider, definition, author)
+                path = directory / "solutions" / op.name / name / f"{solution['name']}.json"
+                _write(path, json.dumps(solution, indent=2), files)
+    return Exported(tuple(dict.fromkeys(files)), tuple(left_out))
+
+
+def _workloads(
+    op: Op, directory: Path, dtype: torch.dtype, shapes: Sequence[Shape] | None, reference: str, files: list[Path]
+) -> tuple[dict[str, tuple[dict[str, Any], list[dict[str, Any]]]], dict[str, None]]:
+    """Writes the inputs of the workloads that are not simply random, and adds these files to `files`.
+
+    Returns:
+        For each Definition's name the Definition and its workloads; what was left out, and why.
+    """
+    assert op.inputs is not None
     left_out: dict[str, None] = {}
     groups: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
     for shape in [*op.inputs.decode, *op.inputs.large] if shapes is None else shapes:
@@ -85,10 +107,10 @@ def export_op(
                 definition = _definition(op, symbols, dtype, reference)
                 name = definition["name"]
                 inputs, data = _inputs(op, name, shape, dtype, variant)
-                if shapes is None and sum(map(len, data.values())) > _MOST_BYTES:
+                size = sum(map(len, data.values()))
+                if shapes is None and size > _MOST_BYTES:
                     raise NotExpressible(
-                        f"its inputs are a file of {sum(map(len, data.values())) >> 20} MiB; --shape {written(shape)} "
-                        "writes it"
+                        f"its inputs are a file of {size >> 20} MiB; --shape {written(shape)} writes it"
                     )
             except NotExpressible as e:
                 left_out[f"{written(shape)}: {e}"] = None
@@ -101,17 +123,7 @@ def export_op(
             if known != definition:
                 raise ValueError(f"{op.name}: two Definitions would have the name {name}")
             traces.append(_trace(name, symbols.sizes, inputs))
-    if not groups:
-        raise ValueError(f"{op.name}: no workload can be written: {'; '.join(left_out) or 'there are no shapes'}")
-    for name, (definition, traces) in groups.items():
-        _write(directory / "definitions" / op.name / f"{name}.json", json.dumps(definition, indent=2), files)
-        _write(directory / "workloads" / op.name / f"{name}.jsonl", "\n".join(map(json.dumps, traces)), files)
-        for provider in op.providers.values():
-            if providers is None or provider.name in providers:
-                solution = _solution(op, provider, definition, author)
-                path = directory / "solutions" / op.name / name / f"{solution['name']}.json"
-                _write(path, json.dumps(solution, indent=2), files)
-    return Exported(tuple(dict.fromkeys(files)), tuple(left_out))
+    return groups, left_out
 
 
 def _not_expressible(op: Op) -> str | None:

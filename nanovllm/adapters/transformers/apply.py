@@ -56,14 +56,7 @@ def apply(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, such as a model of transformers, not {brief(model)}")
     selection = Selection.of(ops)
-    if any(module.__dict__.get(ATTRIBUTE) is not None for module in model.modules()):
-        raise ValueError("model: nanovllm was applied to it before; call undo(model) first")
-    if any(put_in_here(module) for module in model.modules()):
-        raise ValueError("model: nanovllm was applied to a model that contains it; undo that first")
-    parameters = list(model.parameters())
-    offloaded = any("_hf_hook" in module.__dict__ for module in model.modules())  # accelerate brings the weights
-    if parameters and all(parameter.is_meta for parameter in parameters) and not offloaded:
-        raise ValueError('model: its weights are on the device "meta", so there is nothing to compute; load them first')
+    _check(model)
     excluded = _excluded(model, exclude)
     outcomes, notes, patches = Outcomes(), _notes(model), Patches(model)
     try:
@@ -84,6 +77,18 @@ def apply(
     if not report.replaced:
         logger.warning("nothing was replaced in %s; print the report to see why", type(model).__name__)
     return report
+
+
+def _check(model: nn.Module) -> None:
+    """Raise a ValueError if the ops cannot be put in: they are there already, or there are no weights."""
+    if any(module.__dict__.get(ATTRIBUTE) is not None for module in model.modules()):
+        raise ValueError("model: nanovllm was applied to it before; call undo(model) first")
+    if any(put_in_here(module) for module in model.modules()):
+        raise ValueError("model: nanovllm was applied to a model that contains it; undo that first")
+    parameters = list(model.parameters())
+    offloaded = any("_hf_hook" in module.__dict__ for module in model.modules())  # accelerate brings the weights
+    if parameters and all(parameter.is_meta for parameter in parameters) and not offloaded:
+        raise ValueError('model: its weights are on the device "meta", so there is nothing to compute; load them first')
 
 
 def undo(model: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
@@ -74,10 +75,18 @@ class RequestMaker:
                 " SamplingParams(temperature=0.6, max_tokens=64), or None for the defaults"
             )
         self.check(params)
+        params = self._with_counts(params)
         checked = self.prompts.read(prompt, names[0])
         if seed is None:
             seed = self._seeds.getrandbits(64) if params.seed is None else params.seed
         return self.from_checked(next(self._request_ids), checked, params, seed, incremental, with_text)
+
+    def _with_counts(self, params: SamplingParams) -> SamplingParams:
+        """-1 log-probabilities are those of all tokens."""
+        if -1 not in (params.logprobs, params.prompt_logprobs):
+            return params
+        own, of_prompt = (self._vocab_size if n == -1 else n for n in (params.logprobs, params.prompt_logprobs))
+        return replace(params, logprobs=own, prompt_logprobs=of_prompt)
 
     def from_checked(
         self,
@@ -129,10 +138,11 @@ class RequestMaker:
         most = self._max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            if count is not None and 0 <= most < count:
+            if count is not None and 0 <= most < (self._vocab_size if count == -1 else count):
                 other = f", or pass max_logprobs={count} to LLM" if count <= self._vocab_size else ""
+                lower = f"ask for {most}" if count == -1 else "lower it"
                 raise ValueError(
-                    f"{name}={brief(count)}: this engine reports at most {most} for a token; lower it{other}"
+                    f"{name}={brief(count)}: this engine reports at most {most} for a token; {lower}{other}"
                 )
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             for token_id in getattr(params, name) or ():
