@@ -18,7 +18,8 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parents[1] / "results" / "nvidia-h200"
-WORKLOADS = ("bs1", "bs8", "bs32", "bs128", "std256", "shared-prefix", "long")
+ENGINES = {"nanovllm": "nanovllm", "vllm": "vLLM", "sglang": "SGLang"}
+WORKLOADS = ("bs1", "bs8", "bs32", "bs128", "std256")
 OURS, PEER, THIRD, GREY = "#2a9d8f", "#8d99ae", "#e76f51", "#495057"
 
 matplotlib.rcParams.update(
@@ -26,33 +27,40 @@ matplotlib.rcParams.update(
 )
 
 
-def kept_rates(engine: str, model: str, workload: str) -> list[tuple[str, float]]:
-    """(date, median rate in output tokens per second) of each kept run with default settings, oldest first."""
-    found = []
-    for run in json.loads((RESULTS / f"{workload}.json").read_text()):
-        for row in run["rows"]:
-            same = (row["engine"], row["model"], row["workload"]) == (engine, model, workload)
-            usual = row["variant"] in ("", "custom") and not run["arguments"].get("kv_cache_dtype")
-            if same and usual and row["repeats"]:
-                rates = [repeat["output_tokens"] / repeat["seconds"] for repeat in row["repeats"]]
-                found.append((run["date"], statistics.median(rates)))
-    return sorted(found)
+def newest_run(model: str) -> tuple[str, dict[tuple[str, str], dict[str, Any]]]:
+    """(date, (workload, engine) -> row) of the newest kept run in which all of `ENGINES` ran all of `WORKLOADS`."""
+    found: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for workload in WORKLOADS:
+        for run in json.loads((RESULTS / f"{workload}.json").read_text()):
+            for row in run["rows"]:
+                usual = row["variant"] in ("", "custom") and not run["arguments"].get("kv_cache_dtype")
+                if usual and (row["model"], row["workload"]) == (model, workload) and row["engine"] in ENGINES:
+                    found.setdefault(run["date"], {})[workload, row["engine"]] = row
+    newest = max(date for date, rows in found.items() if len(rows) == len(WORKLOADS) * len(ENGINES))
+    return newest, found[newest]
+
+
+def median_rate(row: dict[str, Any]) -> float:
+    """Output tokens per second, the median of a row's repeats."""
+    return statistics.median(repeat["output_tokens"] / repeat["seconds"] for repeat in row["repeats"])
 
 
 def speed() -> Figure:
-    """Our newest run of each workload over vLLM's best one."""
+    """The engines of README's table, each over vLLM."""
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     axes = figure.subplots()
-    ours = [kept_rates("nanovllm", "qwen3-0.6b", name)[-1] for name in WORKLOADS]
-    peers = [max(rate for _, rate in kept_rates("vllm", "qwen3-0.6b", name)) for name in WORKLOADS]
-    for i, ((_, rate), peer) in enumerate(zip(ours, peers)):
-        axes.bar(i - 0.2, rate / peer, 0.38, color=OURS, label="nanovllm" if i == 0 else None)
-        axes.bar(i + 0.2, 1, 0.38, color=PEER, label="vLLM, best kept run" if i == 0 else None)
-        axes.text(i - 0.2, rate / peer + 0.03, f"{rate:,.0f}", ha="center", fontsize=8)
-        axes.text(i + 0.2, 1.03, f"{peer:,.0f}", ha="center", fontsize=8, color=GREY)
+    date, rows = newest_run("qwen3-0.6b")
+    for place, (engine, colour) in enumerate(zip(ENGINES, (OURS, PEER, THIRD))):
+        version = rows[WORKLOADS[0], engine]["about"]["version"]
+        label = ENGINES[engine] + (f" {version}" if place else "")
+        for i, workload in enumerate(WORKLOADS):
+            rate, base = (median_rate(rows[workload, name]) for name in (engine, "vllm"))
+            x = i + 0.27 * (place - 1)
+            axes.bar(x, rate / base, 0.25, color=colour, label=label if i == 0 else None)
+            axes.text(x, rate / base + 0.03, f"{rate:,.0f}", ha="center", fontsize=7)
     axes.set_xticks(range(len(WORKLOADS)), WORKLOADS)
     axes.set_ylabel("speed relative to vLLM")
-    axes.set_title(f"Qwen3-0.6B on one H200, output tokens per second (kept runs up to {max(d for d, _ in ours)[:10]})")
+    axes.set_title(f"Qwen3-0.6B on one H200, output tokens per second (one run, {date[:10]})")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

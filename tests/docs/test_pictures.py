@@ -35,7 +35,22 @@ def test_every_picture_is_kept(script):
     assert {f"{name}.svg" for name in script["PICTURES"]} == {path.name for path in DIRECTORY.glob("*.svg")}
 
 
-def test_the_speed_chart_shows_the_newest_kept_run(script, drawn):
-    date, rate = script["kept_rates"]("nanovllm", "qwen3-0.6b", "bs1")[-1]
+def test_the_speed_chart_is_one_run_the_newest_with_every_engine(script, drawn):
+    date, rows = script["newest_run"]("qwen3-0.6b")
     shown = texts(drawn / "speed.svg")
-    assert f"{rate:,.0f}" in shown and any(date[:10] <= text[-11:-1] for text in shown if "kept runs" in text)
+    assert any(f"(one run, {date[:10]})" in text for text in shown) and len(rows) == 15
+    assert all(f"{script['median_rate'](row):,.0f}" in shown for row in rows.values())
+
+
+def test_the_pages_have_the_rates_of_the_speed_chart(script):
+    rows = script["newest_run"]("qwen3-0.6b")[1]
+    docs = DIRECTORY.parent
+    for page, engines in (
+        (docs.parent / "README.md", script["ENGINES"]),
+        (docs / "performance.md", ("nanovllm", "vllm")),
+    ):
+        text = page.read_text()
+        for (workload, engine), row in rows.items():
+            if engine in engines:
+                line = next(line for line in text.splitlines() if line.startswith(f"| {workload}:"))
+                assert f" {script['median_rate'](row):,.0f} " in line, (page.name, workload, engine)
