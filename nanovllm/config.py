@@ -69,7 +69,8 @@ class EngineConfig:
     max_num_seqs: int = 512
     """Most sequences that run in one step."""
     max_num_batched_tokens: int | None = None
-    """Most tokens of one step; longer prompts are split over steps. None: 16384 on a GPU, 512 on a CPU."""
+    """Most tokens of one step; longer prompts are split over steps. None: 16384 on a GPU, 8192 if
+    it serves `AsyncLLM` or a server, 512 on a CPU."""
     gpu_memory_utilization: float = 0.9
     """The share of the device's memory that weights, activations and KV cache may take together."""
     kvcache_block_size: int = 256

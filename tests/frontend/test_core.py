@@ -7,7 +7,7 @@ import pytest
 
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.frontend.core import EngineCore
+from nanovllm.frontend.core import STREAMED_STEP_TOKENS, EngineCore, for_streams
 from nanovllm.frontend.core_messages import AbortRequest, StartRequest, params_to_send
 from tests import tiny
 from tests.waiting import wait_until
@@ -110,3 +110,12 @@ def test_the_time_without_work_is_no_step(core):
         core.start(StartRequest(key, [5, 6], PLAIN, 1, None))
         wait_until(lambda ended=key: len(ends(told)) == ended)
         assert 0 < sum(outputs.stats.step_seconds for outputs in told[before:]) < time.perf_counter() - begun
+
+
+@pytest.mark.parametrize("given, on_gpu, used", [
+    (None, True, STREAMED_STEP_TOKENS), (None, False, None), (16384, True, 16384), (64, False, 64),
+])  # fmt: skip
+def test_steps_of_streams_are_shorter_on_a_gpu_unless_the_configuration_says(given, on_gpu, used):
+    config = EngineConfig("model", max_num_batched_tokens=given, max_num_seqs=48)
+    streamed = for_streams(config, on_gpu)
+    assert (streamed.max_num_batched_tokens, streamed.max_num_seqs) == (used, 48)
