@@ -12,6 +12,7 @@ from typing import Any
 from nanovllm.arguments import rejects_unknown
 from nanovllm.foreign_arguments import SAMPLING_ARGUMENTS, refuse_name
 from nanovllm.structured_outputs import StructuredOutputs
+from nanovllm.wording import brief
 
 MAX_N = 128
 """Most completions of a request: OpenAI's limit. Each is a sequence of its own from the start."""
@@ -155,7 +156,7 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     def _fail(self, name: str, remedy: str) -> None:
-        raise ValueError(f"{name}={getattr(self, name)!r}: {remedy}")
+        raise ValueError(f"{name}={brief(getattr(self, name))}: {remedy}")
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # only here, from __post_init__: the record is frozen afterwards

@@ -11,6 +11,7 @@ import pytest
 import nanovllm
 from nanovllm.arguments import reject_unknown
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.wording import brief
 
 
 def test_defaults_are_plain_sampling():
@@ -94,7 +95,7 @@ BAD = [
 def test_bad_values_are_named_with_a_remedy(name, value):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{name: value})
-    stated = f"{name}={value!r}: "
+    stated = f"{name}={brief(value)}: "
     assert str(error.value).startswith(stated) and str(error.value).removeprefix(stated).strip()
 
 

@@ -21,6 +21,7 @@ Message = Mapping[str, Any]
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _TEXT_ROLES = ("system", "developer", "user")
 """Roles whose messages must have a text; others may call tools, or bring what a tool has returned."""
+_EXAMPLE_CALL = '{"type": "function", "function": {"name": "f", "arguments": "{}"}}'
 _ROLES = (*_TEXT_ROLES, "assistant", "tool", "function")
 """Roles that every model takes, unless its template refuses them."""
 
@@ -54,6 +55,17 @@ def check_messages(name: str, messages: Any) -> None:
         if message["role"] in _TEXT_ROLES and not (isinstance(content, str) or _is_list(content)):
             said = f"content={brief(content)}" if "content" in message else "content is missing"
             raise TypeError(f"{name}[{i}]: {said}: pass a text, or a list of parts with texts")
+        _check_calls(f"{name}[{i}]", message.get("tool_calls"))
+
+
+def _check_calls(name: str, calls: Any) -> None:
+    """Raise a TypeError unless these are calls of functions, or None."""
+    if calls is not None and not _is_list(calls):
+        raise TypeError(f"{name}: tool_calls={brief(calls)}: must be a list of calls, such as [{_EXAMPLE_CALL}]")
+    for i, call in enumerate(calls or ()):
+        function = call.get("function", call) if isinstance(call, Mapping) else None  # templates take both
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise TypeError(f"{name}: tool_calls[{i}]={brief(call)}: must be a call, such as {_EXAMPLE_CALL}")
 
 
 def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
@@ -119,8 +131,10 @@ def _name_of(tokenizer: Any) -> str:
 
 
 def _with_plain_content(name: str, message: Message) -> Message:
-    """The message with its content's parts joined. name: what the user calls the message."""
+    """The message with its content's parts joined, and with a content. name: what the user calls the message."""
     parts: Any = message.get("content")
+    if parts is None and message["role"] == "assistant" and not message.get("tool_calls"):
+        return {**message, "content": ""}  # an answer without a text; a template would have no name for it
     if not _is_list(parts):
         return message
     texts = []

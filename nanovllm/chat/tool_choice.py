@@ -74,6 +74,7 @@ class ToolPlan:
         """
         checked = _checked_tools(tools)
         if isinstance(tool_choice, Mapping) and tool_choice.get("type") == "allowed_tools":
+            _refuse_others("tool_choice", tool_choice, ("type", "allowed_tools"))
             checked, tool_choice = _allowed(checked, tool_choice.get("allowed_tools"))
         names = [tool["function"]["name"] for tool in checked]
         choice, name = ("auto" if checked else "none") if tool_choice is None else tool_choice, None
@@ -84,6 +85,8 @@ class ToolPlan:
                 raise ValueError(
                     f'tool_choice={brief(tool_choice)}: must be {{"type": "function", "function": {{"name": ...}}}}'
                 )
+            _refuse_others("tool_choice", choice, ("type", "function"))
+            _refuse_others("tool_choice: function", function, ("name",))
             if name not in names:
                 raise ValueError(f"tool_choice: there is no function {brief(name)} in tools, which has {names}")
             choice = "named"
@@ -171,6 +174,14 @@ def _allowed(tools: tuple[Mapping[str, Any], ...], allowed: Any) -> tuple[tuple[
     return tuple(tool for name, tool in left.items() if name in names), mode
 
 
+def _refuse_others(name: str, given: Any, known: Sequence[str]) -> None:
+    """Raise a ValueError if a mapping has fields that would be ignored. A None is the same as no field."""
+    if unknown := {key for key, value in given.items() if value is not None} - set(known):
+        hints = ("return", "cache_control")
+        listed = ", ".join(field for field in known if field not in hints)
+        raise ValueError(f"{name} has no field {min(map(str, unknown))[:80]!r}; known are {listed}")
+
+
 def _checked_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
     if tools is None:
         return ()
@@ -188,9 +199,8 @@ def _checked_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
             raise ValueError(
                 f"tools[{i}]: name={brief(name)}: must have 1 to 64 letters, digits, dashes, dots and underscores"
             )
-        if unknown := {name for name, value in function.items() if value is not None} - set(_FUNCTION_FIELDS):
-            known = ", ".join(_FUNCTION_FIELDS[:4])
-            raise ValueError(f"tools[{i}]: function has no field {min(map(str, unknown))[:80]!r}; known are {known}")
+        _refuse_others(f"tools[{i}]", tool, ("type", "function", "cache_control"))
+        _refuse_others(f"tools[{i}]: function", function, _FUNCTION_FIELDS)
         if not isinstance(function.get("strict"), bool | None):
             raise ValueError(f"tools[{i}]: strict={brief(function['strict'])}: must be true or false")
         if name in names:

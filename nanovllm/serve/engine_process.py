@@ -7,9 +7,10 @@ import signal
 import socket
 import sys
 
-from nanovllm.early_exit import exit_with_parent
+from nanovllm.early_exit import QuickExit, exit_with_parent
 
 if __name__ == "__main__":
+    leaving = QuickExit()  # its server waits for this process
     exit_with_parent()  # a large model is loaded for minutes, and this process looks for its server only after that
 
 import msgspec  # noqa: E402
@@ -74,3 +75,4 @@ def _last_words(front_ends: FrontEnds, text: str) -> None:
 
 if __name__ == "__main__":
     main(*map(int, sys.argv[1:]))
+    leaving.code = 0

@@ -27,7 +27,7 @@ async def list_models(service: Service, exchange: Exchange, key: str) -> None:
 
 async def get_model(service: Service, exchange: Exchange, key: str) -> None:
     """GET /v1/models/{id}; an id may have slashes."""
-    name = exchange.path.removeprefix("/v1/models/")
+    name = exchange.path.rstrip("/").removeprefix("/v1/models/")
     service.check_model(name)
     await exchange.answer_json(_card(service, name))
 

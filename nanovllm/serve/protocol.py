@@ -142,7 +142,7 @@ _REMEDIES = {
     "function_call": "use tool_choice",
     "chat_template": "the server's own template is used; pass chat_template_kwargs",
     "truncate_prompt_tokens": "a prompt is not cut; shorten it",
-    "priority": "requests are served in the order of their arrival",
+    "priority": "requests are served in the order of their arrival; leave it out",
     "early_stopping": "beam search is not supported",
     "logprob_token_ids": "pass logprobs for the most likely tokens",
     "return_token_offsets": "pass logprobs of a completion, which have text_offset",

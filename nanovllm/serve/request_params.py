@@ -10,6 +10,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import MOST_SAID, ApiError, ServerShutdown
 from nanovllm.serve.protocol import GenerationRequest
 from nanovllm.structured_outputs import GrammarsBusyError
+from nanovllm.wording import brief
 
 _FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
@@ -25,7 +26,9 @@ def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams
         ApiError: 400, which names the field.
     """
     if request.best_of is not None and request.best_of != request.n:
-        raise ApiError(400, f"best_of={request.best_of}: it is not supported; use n, and choose the best", "best_of")
+        raise ApiError(
+            400, f"best_of={brief(request.best_of)}: it is not supported; use n, and choose the best", "best_of"
+        )
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: it needs stream=true; leave it out", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -34,7 +37,7 @@ def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams
     given["logit_bias"] = _logit_bias(request.logit_bias)
     if request.seed is not None:
         if not -(2**63) <= request.seed < 2**63:
-            raise ApiError(400, f"seed={request.seed}: must be at least -2**63 and less than 2**63", "seed")
+            raise ApiError(400, f"seed={brief(request.seed)}: must be at least -2**63 and less than 2**63", "seed")
         given["seed"] = request.seed % 2**63
     try:
         return SamplingParams(**given | others)

@@ -134,3 +134,23 @@ def test_finish_reasons():
 def test_wrong_fields_are_named(tools, choice, words):
     with pytest.raises(ValueError, match=words):
         ToolPlan.of(tools, choice)
+
+
+@pytest.mark.parametrize(
+    "tools, choice, said",
+    [
+        ([F | {"strict": True}], None, "tools[0] has no field 'strict'; known are type, function"),
+        ([{"type": "function", "function": {"name": "f", "schema": {}}}], None,
+         "tools[0]: function has no field 'schema'; known are name, description, parameters, strict"),
+        ([G], NAMED | {"mode": "any"}, "tool_choice has no field 'mode'; known are type, function"),
+        ([G], {"type": "function", "function": {"name": "g", "strict": True}},
+         "tool_choice: function has no field 'strict'; known are name"),
+        ([G], {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}, "mode": "auto"},
+         "tool_choice has no field 'mode'; known are type, allowed_tools"),
+    ],
+)  # fmt: skip
+def test_a_field_that_would_be_ignored_is_refused(tools, choice, said):
+    with pytest.raises(ValueError) as raised:
+        ToolPlan.of(tools, choice)
+    assert str(raised.value) == said
+    assert ToolPlan.of([G | {"cache_control": {"type": "ephemeral"}, "strict": None}], NAMED).choice == "named"

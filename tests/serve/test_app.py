@@ -42,7 +42,8 @@ def guarded(model_path):
 def test_models_version_and_health(guarded):
     listed = guarded.client.get("/v1/models").json()
     assert [m["id"] for m in listed["data"]] == ["one", "org/two"]
-    assert guarded.client.get("/v1/models/org/two").json()["max_model_len"] == 256
+    for path in ("/v1/models/org/two", "/v1/models/org/two/"):
+        assert guarded.client.get(path).json()["max_model_len"] == 256
     assert guarded.client.get("/version").json() == {"version": __version__}
     assert guarded.client.get("/health").status_code == guarded.client.head("/health/live").status_code == 200
     missing = guarded.client.get("/v1/models/three")

@@ -19,6 +19,8 @@ from nanovllm.serve.process_client import ProcessClient
 from tests.serve.running import LONG, SIZES, SLOW_PLUGIN, RunningServer
 from tests.waiting import wait_until
 
+PATH = "/v1/completions"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -108,6 +110,28 @@ def test_a_stuck_engine_is_unhealthy(apart):
     wait_until(lambda: apart.client.get("/health").status_code == 200)
 
 
+PLUGIN = """
+import atexit
+import pathlib
+
+class Kept:
+    def __del__(self):
+        pathlib.Path({0!r}, "destroyed").touch()
+
+kept = Kept()
+atexit.register(pathlib.Path({0!r}, "ended").touch)
+"""
+
+
+def test_the_process_ends_without_taking_pytorch_apart(model_path, tmp_path):
+    """That takes seconds on a busy machine, for which Ctrl-C would seem to hang."""
+    (tmp_path / "plugin.py").write_text(PLUGIN.format(str(tmp_path)))
+    client = ProcessClient(EngineConfig(str(model_path), kernel_plugins=[str(tmp_path / "plugin.py")], **SIZES))
+    process = client._process
+    client.close()
+    assert process.returncode == 0 and (tmp_path / "ended").exists() and not (tmp_path / "destroyed").exists()
+
+
 @pytest.mark.slow
 def test_what_the_engine_refuses_at_its_start_is_told(tmp_path):
     with pytest.raises(ValueError, match="holds no config.json"):
@@ -131,6 +155,44 @@ def test_a_process_without_restart(model_path):
         engine.close()  # in the loop that has read the engine's messages
 
     asyncio.run(run())
+
+
+class Watched(ProcessClient):
+    """Keeps what takes the place of an engine that has died."""
+
+    def _another(self):
+        self.other = super()._another()
+        return self.other
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_its_engine_again(model_path, folder, apart):
+    """`--restart never`: what ran ends with an error, and from then on the server is unhealthy."""
+    config = EngineConfig(str(model_path), kernel_plugins=[str(folder / "slow.py")], **SIZES)
+    with RunningServer(model_path, client=Watched(config, restart=False)) as server:
+        body = {"prompt": "a", "max_tokens": 250, "ignore_eos": True}
+        found = {}
+        asking = threading.Thread(target=lambda: found.update(zip(("status", "error"), server.refused(PATH, **body))))
+        with server.client.stream("POST", PATH, json=body | {"stream": True, "n": 8}) as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            asking.start()
+            wait_until(lambda: server.engine.num_unfinished == 2)
+            os.kill(server.engine_client.pid, signal.SIGKILL)
+            text = b"".join(pieces)
+        asking.join(LONG)
+        assert b'"error":{"message":"the engine ended: its process ended with signal 9"' in text
+        assert b'"code":"engine_dead"' in text and text.endswith(b"data: [DONE]\n\n")
+        assert found["status"] == 503 and found["error"]["code"] == "engine_dead"
+        wait_until(lambda: hasattr(server.engine_client, "other"))
+        assert server.engine_client.other is None
+        for path in ("/health", "/health/live"):
+            told = server.client.get(path)
+            assert told.status_code == 503 and told.json()["reason"] == "the engine is not running"
+        refused = server.client.post(PATH, json=body)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
+        assert server.metric("nanovllm:engine_up") == server.metric("nanovllm:requests_open") == 0
+        assert server.post("/tokenize", prompt="hello")["count"], "what needs no engine works"
 
 
 def test_a_kernel_plugin_that_is_missing_is_an_error_of_the_start(model_path, tmp_path):

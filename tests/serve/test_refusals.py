@@ -64,7 +64,7 @@ def test_anthropic_max_tokens_is_never_null(server):
         ("completions", {"structured_outputs": {"choice": [False, None]}}, "choice=[false, null]: must be a list"),
         ("completions", {"allowed_token_ids": []}, "allowed_token_ids=[]: no token could be sampled; leave it out, or "
          "pass null, to allow all"),
-        ("completions", {"logprobs": -3}, "logprobs=-3: must be at least 0, or null for no log-probabilities"),
+        ("completions", {"logprobs": -3}, "or null for no log-probabilities"),
         ("chat/completions", {"add_generation_prompt": True, "continue_final_message": True},
          "pass add_generation_prompt=false with continue_final_message=true"),
         ("chat/completions", {"store": True}, "store=true: this server keeps nothing; leave it out"),
@@ -101,6 +101,26 @@ def test_log_probabilities_beyond_the_vocabulary(server):
         error = server.refused("/v1/completions", prompt="x", **{name: -1})[1]
         remedy = "ask for 20, or start the server with --max-logprobs -1"
         assert error["message"] == f"{name}=-1: this engine reports at most 20 for a token; {remedy}"
+
+
+def test_a_priority_is_refused_and_none_is_taken(server):
+    for path, body in (
+        ("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES}), ("responses", {"input": "x"})
+    ):  # fmt: skip
+        for priority in (1, -1):
+            status, error = server.refused(f"/v1/{path}", **body, priority=priority)
+            said = f"priority={priority}: requests are served in the order of their arrival; leave it out"
+            assert (status, error["param"], error["message"]) == (400, "priority", said)
+        assert server.post(f"/v1/{path}", **body, priority=0)["usage"]
+
+
+def test_a_long_value_is_cut(server):
+    for name in ("n", "seed", "best_of", "min_tokens", "stop_token_ids"):
+        value = -(10**4000)
+        error = server.refused("/v1/completions", prompt="x", **{name: [value] if name == "stop_token_ids" else value})[
+            1
+        ]
+        assert error["param"] == name and "..." in error["message"] and len(error["message"]) < 200
 
 
 def test_a_model_without_a_chat_template(tmp_path):

@@ -137,6 +137,7 @@ def test_a_request_that_waits_too_long_for_its_first_token(model_path):
         server.hold(0)
         answer = server.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "queue_timeout"
+        assert answer.headers["retry-after"] == "5"
         assert "waited 0.2 seconds for its first token" in answer.json()["error"]["message"]
         server.go()
         server.assert_idle()
