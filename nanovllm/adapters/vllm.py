@@ -5,12 +5,17 @@ unless it is asked to:
 
     NANOVLLM_VLLM=1 vllm serve MODEL
     NANOVLLM_VLLM=rms_norm,silu_and_mul vllm serve MODEL          # these ops only
+    NANOVLLM_VLLM=all_sizes vllm serve MODEL                      # the usual ops, in steps of all sizes
     vllm serve MODEL --additional-config '{"nanovllm": {"ops": ["rms_norm"]}}'
 
-The interfaces are those of vLLM 0.24 and 0.26. Norms are implementations of vLLM's IR ops. They come first in the
-priorities that the platform has by default; `--kernel-config` goes before these. The gated activation and the rotation
-are out-of-tree versions of vLLM's layers; `-silu_and_mul` and `-rotary_embedding` in `custom_ops` switch them off.
-`attention_decode` is a part of vLLM's backend FLASH_ATTN (`vllm_attention.py`).
+The interfaces are those of vLLM 0.24 and 0.26. Norms are implementations of vLLM's IR ops (`vllm_ir.py`). They come
+first in the priorities that the platform has by default; `--kernel-config` goes before these. The gated activation and
+the rotation are out-of-tree versions of vLLM's layers; `-silu_and_mul` and `-rotary_embedding` in `custom_ops` switch
+them off. `attention_decode` is a part of vLLM's backend FLASH_ATTN (`vllm_attention.py`).
+
+Norms and activations run in compiled steps that CUDA graphs capture. Larger steps are launched by the host. That takes
+longer for an op of ours than for Inductor's code, so they keep vLLM's own, unless `all_sizes` is named
+(`vllm_passes.py`).
 """
 
 from __future__ import annotations
@@ -23,18 +28,24 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from nanovllm.adapters.vllm_platform import hook, unhook
+
 logger = logging.getLogger("vllm.plugins.nanovllm")  # a child of vLLM's logger, so that it is shown
 
 VARIABLE = "NANOVLLM_VLLM"
 USUAL_OPS = ("add_rms_norm", "silu_and_mul")
 """The ops that "1" stands for: those that shorten a step. The others are served if they are named."""
 ALL_OPS = ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding", "attention_decode")
+ALL_SIZES = "all_sizes"
+"""Named beside the ops, or alone for the usual ones: steps that no CUDA graph captures are served, too."""
 CONFIG_KEY = "nanovllm"
-_PROVIDER = "nanovllm"
 _IR_OPS = {"rms_norm": "rms_norm", "add_rms_norm": "fused_add_rms_norm"}
 """Our op -> vLLM's."""
+_BY_SIZE = (*_IR_OPS, "silu_and_mul")
+"""The ops that are served in captured steps alone."""
+PASS_MANAGER = "vllm.compilation.passes.pass_manager.PostGradPassManager"
+OUR_PASS_MANAGER = "nanovllm.adapters.vllm_passes.PassManager"
 _ATTENTION = "nanovllm.adapters.vllm_attention.Backend"
-_HOOKED = "_nanovllm_replaced"
 _OFF, _ON = ("", "0", "false", "off"), ("1", "true", "on")
 
 
@@ -61,6 +72,8 @@ def register() -> None:
 def ops_asked_for(value: Any, who: str) -> tuple[str, ...]:
     """The ops that a value names: "1" or True for the usual ones, a list or names with commas between them.
 
+    `ALL_SIZES` is the last of them if it is named.
+
     Raises:
         ValueError: it names something else.
     """
@@ -71,10 +84,12 @@ def ops_asked_for(value: Any, who: str) -> tuple[str, ...]:
     if isinstance(value, bool) or value is None:
         return USUAL_OPS if value else ()
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value
-    wrong = names if not isinstance(names, list) else [n for n in names if n not in ALL_OPS]
+    wrong = names if not isinstance(names, list) else [n for n in names if n not in (*ALL_OPS, ALL_SIZES)]
     if wrong:
-        raise ValueError(f"{who}={json.dumps(value)}: expected 0, 1, or any of {', '.join(ALL_OPS)}")
-    return tuple(op for op in ALL_OPS if op in names)
+        raise ValueError(f"{who}={json.dumps(value)}: expected 0, 1, or any of {', '.join((*ALL_OPS, ALL_SIZES))}")
+    if names == [ALL_SIZES]:
+        return (*USUAL_OPS, ALL_SIZES)
+    return tuple(op for op in (*ALL_OPS, ALL_SIZES) if op in names)
 
 
 def unsupported() -> str | None:
@@ -93,29 +108,34 @@ def unsupported() -> str | None:
 def serve(ops: Sequence[str] = USUAL_OPS) -> list[str]:
     """Register kernels for these ops; the names of those that this vLLM takes.
 
-    An op whose interface is another one in this version of vLLM is left out, with a warning.
+    An op whose interface is another one in this version of vLLM is left out, with a warning. With `ALL_SIZES` among
+    the names, steps that no CUDA graph captures are served as well.
     """
     served = []
     for op in ops:
+        if op == ALL_SIZES:
+            continue
         try:
             _SERVE[op]()
             served.append(op)
-        except (ImportError, AttributeError, TypeError, ValueError, AssertionError) as e:
+        except (ImportError, AttributeError, KeyError, TypeError, ValueError, AssertionError) as e:
             logger.warning("nanovllm does not serve %s in this vLLM: %s: %s", op, type(e).__name__, e)
     if served:
-        _prefer(served)
+        unhook()
+        by_size = any(op in _BY_SIZE for op in served)
+        captured_only = by_size and ALL_SIZES not in ops and _heed_captured_sizes()
+        _prefer(served if captured_only or not by_size else [*served, ALL_SIZES])
         logger.info("nanovllm serves %s", ", ".join(served))
     return served
 
 
 def take_back() -> None:
     """Undo `serve` and `register` in this process, for what vLLM makes afterwards."""
-    from vllm.ir.op import IrOp
     from vllm.model_executor.custom_op import op_registry_oot
 
-    for op in _IR_OPS.values():
-        if op in IrOp.registry:
-            IrOp.registry[op].impls.pop(_PROVIDER, None)
+    from nanovllm.adapters.vllm_ir import remove_providers
+
+    remove_providers()
     for name, layer in list(op_registry_oot.items()):
         if layer.__module__ == __name__:
             del op_registry_oot[name]
@@ -124,71 +144,30 @@ def take_back() -> None:
 
         if AttentionBackendEnum.FLASH_ATTN.get_path() == _ATTENTION:
             AttentionBackendEnum.FLASH_ATTN.clear_override()
-    _unhook()
+    unhook()
 
 
 def _serve_rms_norm() -> None:
-    import torch
-    from torch import Tensor
-    from vllm import ir
+    from nanovllm.adapters.vllm_ir import provide_rms_norm
 
-    import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm
-
-    op = ir.ops.rms_norm
-    if _PROVIDER in op.impls:
-        return
-
-    def takes(x: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
-        return _plain_norm(x, weight, variance_size)
-
-    # The annotations must be objects: vLLM infers a schema from them.
-    def rms_norm(x, weight, epsilon, variance_size=None):  # type: ignore[no-untyped-def]
-        return torch.ops.nanovllm.rms_norm(x, weight, epsilon)
-
-    optional = {"weight": Tensor | None, "epsilon": float, "variance_size": int | None}
-    rms_norm.__annotations__ = {"x": Tensor, **optional, "return": Tensor}
-    op.register_impl(_PROVIDER, supports_args=takes)(rms_norm)
+    provide_rms_norm()
 
 
 def _serve_add_rms_norm() -> None:
-    import torch
-    from torch import Tensor
-    from vllm import ir
+    from nanovllm.adapters.vllm_ir import provide_add_rms_norm
 
-    import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm
-
-    op = ir.ops.fused_add_rms_norm
-    if _PROVIDER in op.impls:
-        return
-
-    def takes(x: Any, x_residual: Any, weight: Any, epsilon: float, variance_size: int | None = None) -> bool:
-        return _plain_norm(x, weight, variance_size) and x.dtype == x_residual.dtype
-
-    def fused_add_rms_norm(x, x_residual, weight, epsilon, variance_size=None):  # type: ignore[no-untyped-def]
-        return torch.ops.nanovllm.add_rms_norm(x, x_residual, weight, epsilon)
-
-    optional = {"weight": Tensor | None, "epsilon": float, "variance_size": int | None}
-    annotations = {"x": Tensor, "x_residual": Tensor, **optional, "return": tuple[Tensor, Tensor]}
-    fused_add_rms_norm.__annotations__ = annotations
-    op.register_impl(_PROVIDER, supports_args=takes)(fused_add_rms_norm)
-
-
-def _plain_norm(x: Any, weight: Any, variance_size: int | None) -> bool:
-    import torch
-
-    floats = (torch.float16, torch.bfloat16, torch.float32)
-    return variance_size is None and weight is not None and x.dtype in floats and weight.dtype == x.dtype
+    provide_add_rms_norm()
 
 
 def _serve_silu_and_mul() -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm
+    from nanovllm.adapters.vllm_ir import silu_and_mul_op
+
+    op = silu_and_mul_op()  # vLLM lowers it in each compile range by itself, as it does its norms
 
     def forward_cuda(self: Any, x: Any) -> Any:
-        import torch
-
-        return torch.ops.nanovllm.silu_and_mul(x)
+        return op(x)
 
     _replace_layer(SiluAndMul, {"forward_cuda": forward_cuda})
 
@@ -272,17 +251,57 @@ def _prefer(served: Sequence[str]) -> None:
     """Put our implementations first in the platform's default priorities, and what is served into the configuration,
     whose hash is a part of the names under which vLLM keeps compiled code.
     """
+    from nanovllm.adapters.vllm_ir import PROVIDER
 
     def preferred(priority: Any, vllm_config: Any) -> Any:
-        if isinstance(vllm_config.additional_config, dict):
-            vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: {"ops": list(served)}}
+        _remember(vllm_config, {"ops": list(served)})
         for op in (_IR_OPS[op] for op in served if op in _IR_OPS):
             order = getattr(priority, op)
-            if _PROVIDER not in order:
-                setattr(priority, op, [_PROVIDER, *order])
+            if PROVIDER not in order:
+                setattr(priority, op, [PROVIDER, *order])
         return priority
 
-    _hook(preferred)
+    hook("get_default_ir_op_priority", preferred)
+
+
+def _remember(vllm_config: Any, served: dict[str, Any]) -> None:
+    """Keep what is served in the configuration, unless vLLM was given an object with a hash of its own there."""
+    if isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config = {**vllm_config.additional_config, CONFIG_KEY: served}
+
+
+def _heed_captured_sizes() -> bool:
+    """Let vLLM compile steps that CUDA graphs capture apart from larger ones, with its own ops in these.
+
+    False, with a warning: this version of vLLM cannot.
+    """
+    from vllm.platforms import current_platform
+
+    try:
+        from vllm.compilation.passes.inductor_pass import get_pass_context  # noqa: F401  as `vllm_passes.py` does
+
+        if (found := current_platform.get_pass_manager_cls()) != PASS_MANAGER:
+            raise ValueError(f"the platform's pass manager is {found}")
+    except (ImportError, AttributeError, TypeError, ValueError) as e:
+        logger.warning("nanovllm serves steps of all sizes in this vLLM: %s: %s", type(e).__name__, e)
+        return False
+
+    def split(nothing: Any, vllm_config: Any) -> Any:
+        # vLLM has just decided the sizes that it captures, and decides the compile ranges next.
+        compilation = vllm_config.compilation_config
+        largest = compilation.max_cudagraph_capture_size or 0
+        ends = compilation.compile_ranges_endpoints or []
+        if largest and largest not in ends:
+            compilation.compile_ranges_endpoints = [*ends, largest]
+        config = vllm_config.additional_config
+        if isinstance(config, dict):
+            _remember(vllm_config, {**config.get(CONFIG_KEY, {}), "largest": largest})
+        logger.info("nanovllm serves compiled steps of up to %d tokens, those in CUDA graphs", largest)
+        return nothing
+
+    hook("check_and_update_config", split)
+    hook("get_pass_manager_cls", lambda theirs: OUR_PASS_MANAGER)
+    return True
 
 
 def _ask_the_config_later() -> None:
@@ -296,43 +315,13 @@ def _ask_the_config_later() -> None:
             return priority
         # vLLM's other processes start with this environment, and load the plugin before they have the configuration.
         os.environ[VARIABLE] = ",".join(ops)
-        _unhook()
         serve(ops)
         from vllm.platforms import current_platform
 
         return current_platform.get_default_ir_op_priority(vllm_config)
 
-    _hook(ops_from_config)
-
-
-def _hook(change: Callable[[Any, Any], Any]) -> None:
-    """Let a function change what the platform says are the default priorities; one function at a time."""
-    from vllm.platforms import current_platform
-
-    _unhook()
-    platform = type(current_platform)
-    before = platform.__dict__.get("get_default_ir_op_priority")
-    original = platform.get_default_ir_op_priority
-
-    def get_default_ir_op_priority(cls: Any, vllm_config: Any) -> Any:
-        return change(original(vllm_config), vllm_config)
-
-    setattr(get_default_ir_op_priority, _HOOKED, before)
-    platform.get_default_ir_op_priority = classmethod(get_default_ir_op_priority)
-
-
-def _unhook() -> None:
-    from vllm.platforms import current_platform
-
-    platform = type(current_platform)
-    hooked = getattr(platform.__dict__.get("get_default_ir_op_priority"), "__func__", None)
-    if not hasattr(hooked, _HOOKED):
-        return
-    before = getattr(hooked, _HOOKED)
-    if before is None:
-        del platform.get_default_ir_op_priority
-    else:
-        platform.get_default_ir_op_priority = before
+    unhook()
+    hook("get_default_ir_op_priority", ops_from_config)
 
 
 _SERVE: dict[str, Callable[[], None]] = {

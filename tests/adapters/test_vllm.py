@@ -1,5 +1,6 @@
 """vLLM's plugin on stand-ins of vLLM's interfaces; test_vllm_real.py runs it in vLLM itself where that is installed."""
 
+import importlib
 import logging
 import os
 import sys
@@ -29,6 +30,29 @@ def priority(platform, **additional_config):
     config = SimpleNamespace(additional_config=additional_config)
     found = platform.get_default_ir_op_priority(config)
     return found.rms_norm, found.fused_add_rms_norm
+
+
+def sizes(platform, *ends, largest=512, **additional_config):
+    """A configuration as vLLM's platform leaves it, with the ends of compile ranges that a user gave."""
+    compilation = SimpleNamespace(max_cudagraph_capture_size=largest, compile_ranges_endpoints=list(ends) or None)
+    config = SimpleNamespace(additional_config=additional_config, compilation_config=compilation)
+    platform.get_default_ir_op_priority(config)
+    platform.check_and_update_config(config)
+    return config
+
+
+def lowered(config, start, end):
+    """The provider of each op in the code that vLLM compiles for a range of sizes."""
+    module, name = plugin.OUR_PASS_MANAGER.rsplit(".", 1)
+    manager = getattr(importlib.import_module(module), name)()
+    manager.configure(config)
+    x, weight = torch.randn(3, 32), torch.randn(32)
+    graph = {"fused_add_rms_norm": (x, x, weight, 1e-6), "nanovllm_silu_and_mul": (x,)}
+    vllm_stand_in.IrOp.registry["fused_add_rms_norm"].set_default(["nanovllm", "native"])  # as vLLM's workers do
+    vllm_stand_in.RANGE[:] = start, end
+    manager(graph)
+    assert manager.configured
+    return manager.lowered
 
 
 def replaced():
@@ -94,6 +118,8 @@ def test_taken_back(platform, monkeypatch):
     plugin.register()
     plugin.take_back()
     assert priority(platform) == (["native"], ["native"]) and not replaced()
+    assert platform.get_pass_manager_cls() == plugin.PASS_MANAGER
+    assert vllm_stand_in.IrOp.registry["nanovllm_silu_and_mul"].get_priority() == ["native"]
     assert all(set(op.impls) == {"native"} for op in vllm_stand_in.IrOp.registry.values())
     plugin.register()
     assert priority(platform) == (["nanovllm", "native"],) * 2 and replaced() == LAYERS
@@ -125,6 +151,70 @@ def test_another_version_of_vllm_loses_the_op_only(platform, monkeypatch, caplog
     monkeypatch.delattr(sys.modules["vllm.model_executor.layers.activation"], "SiluAndMul")
     assert plugin.serve(OPS) == ["rms_norm", "add_rms_norm", "rotary_embedding"]
     assert "does not serve silu_and_mul in this vLLM: ImportError" in caplog.text
+
+
+def test_steps_that_no_graph_captures_keep_vllms_own_ops(platform, monkeypatch):
+    monkeypatch.setenv(plugin.VARIABLE, "1")
+    plugin.register()
+    assert platform.get_pass_manager_cls() == plugin.OUR_PASS_MANAGER
+    config = sizes(platform)
+    assert config.checked and config.compilation_config.compile_ranges_endpoints == [512]
+    ours = dict.fromkeys(("fused_add_rms_norm", "nanovllm_silu_and_mul"), "nanovllm")
+    vllms = dict.fromkeys(ours, "native")
+    assert lowered(config, 1, 512) == lowered(config, 512, 512) == ours
+    assert lowered(config, 513, 8192) == lowered(config, 256, 8192) == lowered(config, 1024, 1024) == vllms
+    assert all(op.get_priority() == ["nanovllm", "native"] for op in map(vllm_stand_in.IrOp.registry.get, ours))
+    assert sizes(platform, 64, 512).compilation_config.compile_ranges_endpoints == [64, 512]
+    assert sizes(platform, 64).compilation_config.compile_ranges_endpoints == [64, 512]
+    # Without CUDA graphs the host launches every compiled step.
+    config = sizes(platform, largest=None)
+    assert config.compilation_config.compile_ranges_endpoints is None and lowered(config, 1, 8192) == vllms
+
+
+def test_the_largest_captured_size_is_in_the_names_of_compiled_code(platform):
+    plugin.serve()
+    assert sizes(platform, other=1).additional_config == {
+        "other": 1, "nanovllm": {"ops": ["add_rms_norm", "silu_and_mul"], "largest": 512},
+    }  # fmt: skip
+    from nanovllm.adapters.vllm_passes import PassManager
+
+    names = set()
+    for largest in (256, 512):
+        manager = PassManager()
+        manager.configure(sizes(platform, largest=largest))
+        names.add(manager.uuid())
+    assert len(names) == 2 and all("vLLM's passes" in name for name in names)
+
+
+@pytest.mark.parametrize("said", ["all_sizes", "add_rms_norm,all_sizes,silu_and_mul"])
+def test_all_sizes(platform, monkeypatch, said):
+    monkeypatch.setenv(plugin.VARIABLE, said)
+    plugin.register()
+    assert platform.get_pass_manager_cls() == plugin.PASS_MANAGER
+    config = sizes(platform)
+    assert config.compilation_config.compile_ranges_endpoints is None
+    assert config.additional_config == {"nanovllm": {"ops": ["add_rms_norm", "silu_and_mul", "all_sizes"]}}
+    assert replaced() == {"SiluAndMul"}
+
+
+def test_other_processes_serve_all_sizes_too(platform):
+    plugin.register()
+    assert priority(platform, nanovllm={"ops": ["all_sizes"]})[1] == ["nanovllm", "native"]
+    assert os.environ[plugin.VARIABLE] == "add_rms_norm,silu_and_mul,all_sizes"
+
+
+def test_without_ops_of_that_kind_the_ranges_are_vllms(platform):
+    plugin.serve(["rotary_embedding"])
+    assert platform.get_pass_manager_cls() == plugin.PASS_MANAGER
+    assert sizes(platform).additional_config == {"nanovllm": {"ops": ["rotary_embedding"]}}
+
+
+def test_a_platform_with_passes_of_its_own_has_all_sizes_served(platform, monkeypatch, caplog):
+    monkeypatch.setattr(type(platform), "get_pass_manager_cls", classmethod(lambda cls: "theirs.Manager"))
+    assert plugin.serve() == ["add_rms_norm", "silu_and_mul"]
+    assert "serves steps of all sizes in this vLLM: ValueError: the platform's pass manager is theirs" in caplog.text
+    assert platform.get_pass_manager_cls() == "theirs.Manager"
+    assert sizes(platform).compilation_config.compile_ranges_endpoints is None
 
 
 def test_a_layer_that_somebody_else_replaced_stays(platform, caplog):

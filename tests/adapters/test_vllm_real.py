@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 
 import pytest
@@ -70,6 +71,24 @@ def test_the_environment_asks_and_compiled_code_is_kept_apart(monkeypatch):
     assert len(hashes) == 3
 
 
+def test_steps_above_the_captured_sizes_have_a_compile_range_of_their_own():
+    plugin.register()
+    config = VllmConfig(additional_config={"nanovllm": ALL})
+    assert config.additional_config["nanovllm"] == {**ALL, "largest": 0}  # no model, so no CUDA graphs
+    hashes = {config.compute_hash()}
+    for largest in (256, 512):
+        config.compilation_config.max_cudagraph_capture_size = largest
+        config.compilation_config.compile_ranges_endpoints = None
+        platforms.current_platform.check_and_update_config(config)
+        config._set_compile_ranges()
+        ranges = config.compilation_config.get_compile_ranges()
+        assert [(r.start, r.end) for r in ranges][:2] == [
+            (1, largest), (largest + 1, config.scheduler_config.max_num_batched_tokens)
+        ]  # fmt: skip
+        hashes.add(config.compute_hash())
+    assert len(hashes) == 3
+
+
 def test_attention_is_registered_and_chosen(monkeypatch):
     stand_in = ModuleType("vllm.vllm_flash_attn")  # FlashAttention itself is compiled
     stand_in.__getattr__ = lambda name: lambda *args, **kwargs: None
@@ -121,6 +140,8 @@ def test_layers_of_vllm_run_our_kernels_and_lower_to_them():
     from torch._functorch.aot_autograd import aot_module_simplified
     from vllm.compilation.passes.ir.lowering_pass import VllmIRLoweringPass
 
+    from nanovllm.adapters.vllm_ir import vllms_own
+
     plugin.register()
     config = VllmConfig(additional_config={"nanovllm": ALL})
     graphs = []
@@ -141,10 +162,12 @@ def test_layers_of_vllm_run_our_kernels_and_lower_to_them():
         wanted = (*native["fused_add_rms_norm"](first, y, norm.weight, 1e-6), *rope.forward_native(positions, q, k))
         for got, right in zip(norm(first.clone(), y.clone()), wanted):
             torch.testing.assert_close(got, right)
-        lowering = VllmIRLoweringPass(config)
+        lowering, uuids = VllmIRLoweringPass(config), []
 
         def lowered(graph, _):
-            lowering(graph.graph)
+            with nullcontext() if not graphs else vllms_own():  # the second time a range above the captured sizes
+                lowering(graph.graph)
+                uuids.append(lowering.uuid())
             graph.recompile()
             graphs.append(graph.graph)
             return graph.forward
@@ -152,13 +175,14 @@ def test_layers_of_vllm_run_our_kernels_and_lower_to_them():
         def backend(graph, inputs):
             return aot_module_simplified(graph, inputs, fw_compiler=lowered)
 
-        torch._dynamo.reset()
-        for function in (layers, torch.compile(layers, backend=backend, fullgraph=True)):
+        for function in (layers, *[torch.compile(layers, backend=backend, fullgraph=True)] * 2):
+            torch._dynamo.reset()
             for got, right in zip(function(x, positions, q.clone(), k.clone()), wanted):
                 torch.testing.assert_close(got, right)
-    targets = [str(node.target) for node in graphs[0].nodes if node.op == "call_function"]
-    for op in ("rms_norm", "add_rms_norm", "silu_and_mul", "rotary_embedding"):
-        assert f"nanovllm.{op}.default" in targets, targets
+    ours, vllms = [{str(node.target) for node in g.nodes if node.op == "call_function"} for g in graphs]
+    assert {t for t in ours if "nanovllm" in t} == {f"nanovllm.{op}.default" for op in OPS}
+    assert {t for t in vllms if "nanovllm" in t} == {"nanovllm.rotary_embedding.default"}  # no IR op of vLLM
+    assert len(set(uuids)) == 2
 
 
 class NoGpu(UnspecifiedPlatform):

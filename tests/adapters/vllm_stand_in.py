@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import contextmanager
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 
@@ -18,7 +19,29 @@ class IrOp:
         self.impls = {"native": SimpleNamespace(impl_fn=native)}
         self._schema = torch.library.infer_schema(native, mutates_args=[])
         self._parameters = list(inspect.signature(native).parameters.values())
+        self.priority = []
         IrOp.registry[name] = self
+
+    def __call__(self, *args):
+        return self.impls[self.lowered_to(*args)].impl_fn(*args)
+
+    def lowered_to(self, *args):
+        """The provider that takes these arguments."""
+        return next(p for p in self.priority or ["native"] if p == "native" or self.impls[p].supports_args(*args))
+
+    def get_priority(self):
+        return list(self.priority)
+
+    def set_default(self, priority):
+        assert all(p in self.impls for p in priority)
+        self.priority = list(priority)
+
+    @contextmanager
+    def set_priority(self, priority):
+        before = self.priority
+        self.set_default(priority)
+        yield
+        self.priority = before
 
     def register_impl(self, provider, *, supported=True, supports_args=None, inplace=False):
         def register(function):
@@ -29,6 +52,27 @@ class IrOp:
             self.impls[provider] = SimpleNamespace(impl_fn=function, supports_args=supports_args)
 
         return register
+
+
+def register_op(*, name):
+    return lambda native: IrOp(name, native)
+
+
+class PostGradPassManager:
+    """`vllm.compilation.passes.pass_manager.PostGradPassManager`: lowers a graph, here the arguments by op."""
+
+    def configure(self, config):
+        self.configured = True
+
+    def __call__(self, graph):
+        self.lowered = {name: IrOp.registry[name].lowered_to(*args) for name, args in graph.items()}
+
+    def uuid(self):
+        return "vLLM's passes"
+
+
+RANGE: list = []
+"""The compile range that vLLM is at."""
 
 
 class CustomOp(torch.nn.Module):
@@ -179,6 +223,14 @@ class Platform:
     def get_default_ir_op_priority(cls, vllm_config):
         return SimpleNamespace(rms_norm=["native"], fused_add_rms_norm=["native"])
 
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        vllm_config.checked = True
+
+    @classmethod
+    def get_pass_manager_cls(cls):
+        return "vllm.compilation.passes.pass_manager.PostGradPassManager"
+
 
 def install(monkeypatch):
     """Put the stand-ins into `sys.modules`; the platform."""
@@ -193,7 +245,13 @@ def install(monkeypatch):
     modules = {
         "vllm": {"ir": SimpleNamespace(ops=ops)},
         "vllm.ir": {"ops": ops},
-        "vllm.ir.op": {"IrOp": IrOp},
+        "vllm.ir.op": {"IrOp": IrOp, "register_op": register_op},
+        "vllm.compilation": {},
+        "vllm.compilation.passes": {},
+        "vllm.compilation.passes.inductor_pass": {
+            "get_pass_context": lambda: SimpleNamespace(compile_range=SimpleNamespace(start=RANGE[-2], end=RANGE[-1]))
+        },
+        "vllm.compilation.passes.pass_manager": {"PostGradPassManager": PostGradPassManager},
         "vllm.platforms": {"current_platform": platform},
         "vllm.config": {"get_cached_compilation_config": lambda: CustomOp},
         "vllm.model_executor": {},
