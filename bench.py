@@ -56,6 +56,10 @@ def _add_model(group: Any) -> None:
         "--lm-head-quantization", choices=("fp8", "int8"), help="quantise the LM head while it is loaded"
     )
     group.add_argument(
+        "--expand-small-weights", choices=("auto", "off"),
+        help="copies in 16 bits of quantised weights of small layers, on a GPU where that is faster (default: auto)",
+    )  # fmt: skip
+    group.add_argument(
         "--kv-cache-dtype", type=full_dtype, help="auto: as --dtype; fp8: half the memory (default: auto)"
     )
     group.add_argument("--device", default="auto", help="auto, cuda, cuda:1, cpu")

@@ -61,6 +61,9 @@ class EngineConfig:
     activation_quantization: bool = True
     """On a GPU with fp8 tensor cores, steps of many tokens quantise the activations of fp8 layers too, for checkpoints
     made for it and with `quantization="fp8"` (docs/models.md). False: weights alone."""
+    expand_small_weights: str = "auto"
+    """On a GPU, "auto": quantised weights of small layers get a copy in `dtype`, or become one, for the steps in which
+    such a copy is multiplied faster, if all copies together take at most 4 % of its memory. "off": they stay packed."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
     max_model_len: int | str = 4096
@@ -201,6 +204,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cpu_activations": _one_of("float32", "int8", "bfloat16"),
     "device": (lambda value: isinstance(value, str), "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),
     "activation_quantization": _SWITCH,
+    "expand_small_weights": _one_of("auto", "off"),
     "skip_tokenizer_init": _SWITCH,
     "enable_prefix_caching": _SWITCH,
     "enforce_eager": _SWITCH,

@@ -164,6 +164,9 @@ class _Engine:
     quantization: Annotated[
         str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
     ] = None
+    expand_small_weights: Annotated[
+        str, typer.Option(help="auto: quantised weights of small layers are expanded on a GPU where faster; or off.")
+    ] = "auto"
     cpu_activations: Annotated[
         str, typer.Option(help="On a CPU: float32, or faster and less exact, int8 or bfloat16.")
     ] = "float32"

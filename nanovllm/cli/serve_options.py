@@ -80,6 +80,9 @@ class EngineOptions:
     activation_quantization: Annotated[
         bool, _option("Quantise the activations of fp8 layers too, in steps of many tokens.")
     ] = True
+    expand_small_weights: Annotated[
+        str, _option("auto: quantised weights of small layers are expanded on a GPU where that is faster; or off.")
+    ] = "auto"
     cpu_activations: Annotated[str, _option("On a CPU: float32, or faster and less exact, int8 or bfloat16.")] = (
         "float32"
     )

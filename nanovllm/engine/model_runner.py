@@ -35,6 +35,7 @@ from nanovllm.hardware.devices import on_device
 from nanovllm.kernels import Kernels
 from nanovllm.models.packed_decoder import why_not_packed
 from nanovllm.weights.checkpoint import Checkpoint
+from nanovllm.weights.expanded_layers import expand_layers
 from nanovllm.weights.loader import load_model
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class ModelRunner:
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
                 packed=None if reason else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
             )  # fmt: skip
+            if reason and (plan := FastPaths.expansion(config, kernels, self.dtype, device)) is not None:
+                expand_layers(self.model, plan, device)
             timer.end("weights", "loaded")
             group.barrier(f"the weights are loaded for {kernels.providers}")
             self.sampler = Sampler(

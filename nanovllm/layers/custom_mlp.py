@@ -13,6 +13,7 @@ from nanovllm.kernels import Kernels, resolve_kernels
 from nanovllm.layers.fused_product import FusedProduct
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.packed_weight import form_for
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 from nanovllm.wording import brief
@@ -50,8 +51,9 @@ class GatedMLP(nn.Module):
 
     def _gate_up(self, x: torch.Tensor) -> torch.Tensor:
         """activation(gate(x)) * up(x); or gate(x) and up(x) side by side, where the down projection takes these."""
-        if self._linear_silu_and_mul.takes(x, self.gate_up_proj.weight):
-            return self._linear_silu_and_mul(x, self.gate_up_proj.weight)
+        weight = form_for(self.gate_up_proj.weight, x)
+        if self._linear_silu_and_mul.takes(x, weight):
+            return self._linear_silu_and_mul(x, weight)
         return self._activated(self.gate_up_proj(x))
 
     def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -71,7 +73,7 @@ class GatedMLP(nn.Module):
         return self.down_proj.before_norm(x, residual, next_norm)
 
     def _gate_up_after(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = self.gate_up_proj.weight
+        weight = form_for(self.gate_up_proj.weight, stream.x)
         if not stream.normed and self._add_rms_norm_gate_up.takes(stream.x, weight):
             return self._add_rms_norm_gate_up(stream.x, stream.residual, norm.weight, norm.eps, weight)
         if self.gate_up_proj.fuses_norm(stream, norm):

@@ -15,7 +15,7 @@ from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
 from nanovllm.layers.fused_product import FusedProduct
 from nanovllm.layers.group_sum import GroupSum
-from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight, new_weight, product
+from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight, form_for, new_weight, product
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 
@@ -86,22 +86,24 @@ class ColumnParallelLinear(ShardedParameters):
         return self.group.divide(size, f"output features of {shard or 'the layer'}")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return product(self._linear, x, self.weight, self.bias)
+        return product(self._linear, x, form_for(self.weight, x), self.bias)
 
     def fuses_norm(self, stream: ResidualStream, norm: RMSNorm) -> bool:
         """Whether `after_norm` is one op with a packed weight."""
         x, residual, normed = stream
-        if normed or residual is None or not isinstance(self.weight, PackedWeight):
+        weight = form_for(self.weight, x)
+        if normed or residual is None or not isinstance(weight, PackedWeight):
             return False
-        return self.weight.takes_sum(x, residual, norm.weight, norm.eps)
+        return weight.takes_sum(x, residual, norm.weight, norm.eps)
 
     def after_norm(self, stream: ResidualStream, norm: RMSNorm) -> tuple[torch.Tensor, torch.Tensor]:
         """(this layer of norm(x + residual), x + residual); one op where the batch is small, or x is quantised."""
         x, residual, normed = stream
-        if not normed and self._add_rms_norm_linear.takes(x, self.weight):
-            return self._add_rms_norm_linear(x, residual, norm.weight, norm.eps, self.weight, self.bias)
-        if isinstance(self.weight, PackedWeight) and residual is not None and self.fuses_norm(stream, norm):
-            return self.weight.product_after_norm(x, residual, norm.weight, norm.eps, self.bias)
+        weight = form_for(self.weight, x)
+        if not normed and self._add_rms_norm_linear.takes(x, weight):
+            return self._add_rms_norm_linear(x, residual, norm.weight, norm.eps, weight, self.bias)
+        if isinstance(weight, PackedWeight) and residual is not None and self.fuses_norm(stream, norm):
+            return weight.product_after_norm(x, residual, norm.weight, norm.eps, self.bias)
         x, residual = norm.of(stream)
         return ColumnParallelLinear.forward(self, x), residual
 
@@ -220,13 +222,13 @@ class RowParallelLinear(ShardedParameters):
 
     def takes_gate_up(self, gate_up: torch.Tensor) -> bool:
         """Whether this layer takes gate_up [num_tokens, 2 * columns] in place of x = silu(gate) * up."""
-        weight = self.weight
+        weight = form_for(self.weight, gate_up)
         fused = self._linear_add_rms_norm.takes(gate_up, weight)
         return isinstance(weight, PackedWeight) and not fused and weight.takes_gate_up(gate_up)
 
     def _local(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's term of the sum. The bias is added once, not once a rank. x: see `takes_gate_up`."""
-        weight, bias = self.weight, self.bias if self.group.rank == 0 else None
+        weight, bias = form_for(self.weight, x), self.bias if self.group.rank == 0 else None
         if isinstance(weight, PackedWeight) and x.shape[-1] == 2 * weight.shape[1]:
             return weight.product_after_silu(x, bias)
         return product(self._linear, x, weight, bias)
@@ -236,8 +238,9 @@ class RowParallelLinear(ShardedParameters):
 
         It is one op where the batch is small.
         """
-        if self._linear_add_rms_norm.takes(x, self.weight):
-            normed, total = self._linear_add_rms_norm(x, self.weight, residual, norm.weight, norm.eps, self.bias)
+        weight = form_for(self.weight, x)
+        if self._linear_add_rms_norm.takes(x, weight):
+            normed, total = self._linear_add_rms_norm(x, weight, residual, norm.weight, norm.eps, self.bias)
             return ResidualStream(normed, total, normed=True)
         return self._sum.before_norm(self._local(x), residual, norm)
 

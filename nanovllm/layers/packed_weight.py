@@ -188,6 +188,23 @@ class PackedWeight(nn.Module):
         whole = names[0] if len(names) == 1 else None
         self._after_silu = QuantisingOp(None if whole is None else f"silu_and_mul_{whole}", kernels)
         self._after_norm = QuantisingOp(None if whole is None else f"add_rms_norm_{whole}", kernels)
+        self._copy: torch.Tensor | None = None
+        self.expanded_for = range(0)
+        """The numbers of tokens for which layers multiply with a dequantised copy."""
+
+    @property
+    def ops(self) -> list[str]:
+        """Of each matrix the op that multiplies with it; the one that quantises x, if that is used in some steps."""
+        pairs = zip(self._quantising, self.matrices)
+        return [m.quantising_op if quantising.used and m.quantising_op else m.op for quantising, m in pairs]
+
+    def expand_for(self, num_tokens: range) -> None:
+        """Keep a dequantised copy beside the matrices, for x of so many tokens."""
+        self._copy, self.expanded_for = self.dequantised(), num_tokens
+
+    def form_for(self, num_tokens: int) -> Weight:
+        """What layers multiply x of `num_tokens` tokens with: the copy [rows, columns] of `dtype`, or this weight."""
+        return self._copy if self._copy is not None and num_tokens in self.expanded_for else self
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""
@@ -255,7 +272,7 @@ class PackedWeight(nn.Module):
         total = 0
         for matrix, quantising in zip(self.matrices, self._quantising):
             operands = matrix.operands()
-            if quantising.used:
+            if quantising.used and num_tokens not in self.expanded_for:
                 x = torch.empty((), dtype=self.dtype, device=operands[0].device).expand(num_tokens, matrix.shape[1])
                 total += matrix.shape[0] * matrix.shape[1] * quantising.takes_call(operands[0], x, *operands)
         return total
@@ -292,6 +309,11 @@ class PackedWeight(nn.Module):
 
 Weight = torch.Tensor | PackedWeight
 """What a layer has as its `weight`."""
+
+
+def form_for(weight: Weight, x: torch.Tensor) -> Weight:
+    """What x [num_tokens, size] is multiplied with: the weight, or a packed one's copy for so many tokens."""
+    return weight.form_for(x.shape[0]) if isinstance(weight, PackedWeight) else weight
 
 
 def product(linear: FusedOp, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -123,6 +123,11 @@ class PackedDecoderForCausalLM(DecoderForCausalLM):
         return 0
 
     @property
+    def form_changes(self) -> set[int]:
+        """As of `DecoderForCausalLM`: there are none."""
+        return set()
+
+    @property
     def layer_sizes(self) -> tuple[int, int]:
         """As of `DecoderForCausalLM`."""
         layers = self.weights.layers

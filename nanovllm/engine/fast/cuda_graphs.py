@@ -134,10 +134,13 @@ class DecodeGraphs:
                 logger.info("decode graphs: %d of %d", count, len(shapes))
 
     def first_shapes(self) -> list[StepShape]:
-        """The shapes whose first call creates, compiles or measures something. Small batches may have other kernels."""
+        """The shapes whose first call creates, compiles or measures something. Small batches may have other kernels,
+        and so may batches that are multiplied with another form of the weights.
+        """
         buckets, longest = self._buckets, self._buckets.longest
         largest = buckets.batch_sizes[-1]
-        small = [rows for rows in buckets.batch_sizes if rows <= _LARGEST_SMALL_BATCH]
+        of_form = buckets.largest_of_forms
+        small = [rows for rows in buckets.batch_sizes if rows <= _LARGEST_SMALL_BATCH or rows in of_form]
         return [
             StepShape(largest, longest),
             *(StepShape(rows, buckets.context_lens[0]) for rows in small),

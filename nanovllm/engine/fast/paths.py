@@ -31,6 +31,7 @@ from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
 from nanovllm.hardware.stream_gate import stream_gate
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.op.expansion_plan import ExpansionPlan
 from nanovllm.models.decoder import DecoderForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,19 @@ class FastPaths:
     def keep_packed(config: EngineConfig) -> bool | None:
         """Whether quantised weights stay packed where layers run op by op; None: on a GPU."""
         return FastPolicy.of(config).packed_weights
+
+    @staticmethod
+    def expansion(
+        config: EngineConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> ExpansionPlan | None:
+        """Which packed weights get a dequantised copy of `dtype` for some steps; None: none does."""
+        given = FastPolicy.of(config).expansion
+        if config.expand_small_weights == "off":
+            return None
+        if given is not None or device.type != "cuda":
+            return given
+        gpu = torch.cuda.get_device_properties(device)
+        return ExpansionPlan.measured((gpu.major, gpu.minor), gpu.total_memory, dtype, kernels)
 
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
@@ -80,6 +94,7 @@ class FastPaths:
             attention_time_follows_bound(self._kernels),
             policy.min_shared_rows if enabled.prefix_groups else None,
             self.piggyback,
+            paged.model.form_changes,
         )
         if enabled.device_state:
             masks = ThreadedMaskBuilder(paged.device, paged.max_num_seqs, policy.mask_gate or stream_gate)

@@ -12,6 +12,7 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.fast.mask_thread import MakeGate
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.op.expansion_plan import ExpansionPlan
 from nanovllm.kernels.ops.checks import values_checked
 from nanovllm.wording import brief
 
@@ -67,6 +68,9 @@ class FastPolicy:
     packed_weights: bool | None = None
     """Quantised weights stay packed where layers run op by op; if not, they are expanded when they are loaded. None: on
     a GPU."""
+    expansion: ExpansionPlan | None = None
+    """Which packed weights of small layers get a dequantised copy where its products are faster. None: by what was
+    measured on the GPU."""
     mask_thread: bool | None = None
     """A thread makes the masks of constrained rows while the host reads the step before and launches the next one.
     None: on a GPU."""

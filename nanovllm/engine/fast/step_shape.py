@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -65,6 +66,7 @@ class DecodeBuckets:
         by_context: use several bounds on the context lengths, for attention whose time grows with the bound.
         min_shared_rows: rows from which on there are steps that attend to shared prefixes once; None: there are none.
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
+        form_changes: numbers of tokens from which on layers multiply with another form of their weights.
     """
 
     def __init__(
@@ -74,9 +76,13 @@ class DecodeBuckets:
         by_context: bool = True,
         min_shared_rows: int | None = None,
         piggyback: Piggyback | None = None,
+        form_changes: Iterable[int] = (),
     ) -> None:
         self.by_context = by_context
         self.batch_sizes = batch_buckets(max_num_seqs)
+        below = [[size for size in self.batch_sizes if size < change] for change in form_changes]
+        self.largest_of_forms = {sizes[-1] for sizes in below if sizes}
+        """The largest batch before each change of the form of weights."""
         self.context_lens = context_buckets(max_model_len) if by_context else [max_model_len]
         self.longest = max_model_len
         self.shared_sizes: list[int] = []
