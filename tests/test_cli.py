@@ -103,6 +103,7 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         (("--model", str(tmp_path / "tiny")), "holds no tokenizer"),
         (("--dtype", "bf"), "--dtype='bf': must be one of auto"),
         (("--cpu-activations", "int4"), "--cpu-activations='int4': must be one of float32, int8, bfloat16"),
+        (("--expand-small-weights", "on"), "--expand-small-weights='on': must be one of auto, off"),
         (("--max-tokens", "0"), "--max-tokens=0: must be at least 1\n"),
         (("--model", "./none"), "--model='./none' is no local directory or .gguf file; pass"),
         (("--model", "none/such"), "nanovllm: --model='none/such' is no local directory"),

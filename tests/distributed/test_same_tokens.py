@@ -10,6 +10,7 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.distributed.group import SINGLE
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
+from nanovllm.kernels.op.expansion_plan import ExpansionPlan, ExpansionRule
 from nanovllm.layers.packed_weight import PackedWeight
 from tests import tiny
 from tests.distributed.spmd import engine
@@ -150,14 +151,16 @@ def prompts():
     return [[rng.randrange(96) for _ in range(n)] for n in (1, 17, 40, 5)]
 
 
-def served_packed(group, directory, form=None):
+def served_packed(group, directory, form=None, expansion=None):
     """(the tokens of a few requests, how many layers have packed weights)."""
-    policy = FastPolicy(packed_weights=True)
+    policy = FastPolicy(packed_weights=True, expansion=expansion)
     made = engine(group, directory, use_custom_kernels=False, fast_policy=policy, quantization=form)
     requests = [made.add_request(prompt, GREEDY) for prompt in prompts()]
     while made.has_unfinished:
         made.step()
     packed = [m for m in made.runner.model.modules() if isinstance(m, PackedWeight)]
+    if expansion is not None:
+        assert {m.expanded_for for m in packed} == {rule.num_tokens for rule in expansion.rules}
     tokens = [seq.seq.output_token_ids for request in requests for seq in request.completions]
     return tokens, len(packed)
 
@@ -187,6 +190,14 @@ def test_weights_that_are_quantised_while_they_are_loaded(pool, tmp_path, form):
     tiny.save(tmp_path, "qwen3", hidden_size=128, intermediate_size=512, **heads)
     alone = served_packed(SINGLE, tmp_path, form)
     assert pool.run(2, served_packed, tmp_path, form) == alone and alone[1] == 8
+
+
+def test_copies_of_packed_weights(pool, tmp_path):
+    reference = write(tmp_path, FORMATS["awq"], num_key_value_heads=1)
+    expansion = ExpansionPlan([ExpansionRule(("linear_int4",), 2**30, range(3, 30))], 2**30)
+    alone = served_packed(SINGLE, tmp_path, expansion=expansion)
+    assert alone[0][1] == tiny.greedy(reference, prompts()[1], GREEDY.max_tokens)
+    assert pool.run(2, served_packed, tmp_path, None, expansion) == alone and alone[1] == 8
 
 
 def test_blocks_of_a_gguf_file(pool, tmp_path):

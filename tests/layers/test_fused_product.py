@@ -83,3 +83,34 @@ def test_activations_that_are_quantised_come_first(stubs):
     matrices = [replace(MATRICES["fp8 blocks"](COLUMNS), quantises_activations=True) for _ in range(3)]
     run(mlp(kernels, matrices[:2], matrices[2:]), 3)
     assert [op for op, _ in calls] == ["linear_fp8_dynamic"] * 2
+
+
+PLAIN_SILU, PLAIN_NORM, AFTER_NORM = "linear_silu_and_mul", "linear_add_rms_norm", "add_rms_norm_gate_up"
+
+
+@pytest.mark.parametrize("after_norm", [False, True])
+@pytest.mark.parametrize("name", ["int4", "fp8 blocks", "Q6_K planes"])
+def test_copies_are_combined_as_plain_weights(name, after_norm):
+    """With three tokens by the copy, with two and four by the packed weight, whose ops take as many."""
+    plain = dict.fromkeys((PLAIN_SILU, PLAIN_NORM, *[AFTER_NORM] * after_norm), range(1, 9))
+    kernels, _, calls = stubbed(plain | {SILU: range(1, 9), NORM: range(1, 9), "linear_fp8_dynamic": range(1, 9)})
+    matrices = [MATRICES[name](COLUMNS) for _ in range(3)]
+    if name == "fp8 blocks":
+        matrices = [replace(m, quantises_activations=True) for m in matrices]
+    made, norms = mlp(kernels, matrices[:2], matrices[2:])
+    want = {tokens: run((made, norms), tokens) for tokens in (2, 4)}
+    for layer in (made.gate_up_proj, made.down_proj):
+        layer.weight.expand_for(range(3, 4))
+    for tokens in (2, 3, 4):
+        calls.clear()
+        got = run((made, norms), tokens)
+        packed_ops = ["linear_fp8_dynamic"] * 2 if name == "fp8 blocks" else [SILU, NORM]
+        plain_ops = [AFTER_NORM if after_norm else PLAIN_SILU, PLAIN_NORM]
+        assert [op for op, _ in calls] == (plain_ops if tokens == 3 else packed_ops)
+        if tokens != 3:
+            assert torch.equal(got, want[tokens])
+    floats = mlp(NATIVE, [MATRICES["floats"](COLUMNS)] * 2, [MATRICES["floats"](COLUMNS)])[0]
+    for layer, of in ((floats.gate_up_proj, made.gate_up_proj), (floats.down_proj, made.down_proj)):
+        del layer.weight
+        layer.weight = torch.nn.Parameter(of.weight.dequantised(), requires_grad=False)
+    torch.testing.assert_close(run((made, norms), 3), run((floats, norms), 3), rtol=1e-5, atol=1e-4)

@@ -13,7 +13,7 @@ from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
 from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import QKVParallelLinear
-from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.layers.packed_weight import PackedWeight, form_for
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.stored_matrices import FloatMatrix
 from nanovllm.model_config import ModelConfig
@@ -24,7 +24,7 @@ from tests.providers import registered
 from tests.weights.test_quantised_checkpoints import GREEDY, OPTIONS, PACKED, prompts
 
 CPU = torch.device("cpu")
-OP = "linear_fp8_dynamic"
+OP, FP8 = "linear_fp8_dynamic", "linear_fp8"
 LEAST = 5
 REFERENCE = all_ops()[OP].native
 AFTER_SILU, AFTER_NORM = (all_ops()[f"{first}_{OP}"] for first in ("silu_and_mul", "add_rms_norm"))
@@ -72,6 +72,15 @@ def test_how_many_weights_are_multiplied_with_quantised_activations():
     assert packed([not_made]).quantised_weights(40) == 0
     assert packed([made], quantise_activations=False).quantised_weights(40) == 0
     assert packed([made], lambda x, *_: "40" if len(x) == 40 else None).quantised_weights(40) == 0
+
+
+def test_a_dequantised_copy_takes_activations_as_they_are():
+    weight = packed([to_fp8(drawn(128, 256)), FloatMatrix(drawn(64, 256, 3))])
+    assert weight.ops == [OP, "linear"] and packed([to_fp8(drawn(8, 256))], quantise_activations=False).ops == [FP8]
+    weight.expand_for(range(1, 9))
+    x = drawn(8, 256, 1)
+    assert torch.allclose(form_for(weight, x) @ x.T, weight.dequantised() @ x.T) and form_for(weight, x) is not weight
+    assert [weight.quantised_weights(n) for n in (8, 9)] == [0, 128 * 256]
 
 
 def test_a_call_that_the_provider_refuses_takes_activations_as_they_are():

@@ -14,6 +14,7 @@ from nanovllm.engine.fast.policy import FastPolicy, can_capture, enabled_paths, 
 from nanovllm.engine.fast.step_shape import DecodeBuckets, batch_buckets, context_buckets
 from nanovllm.engine.step import StepKind
 from nanovllm.kernels import all_ops
+from tests.engine.fast.replayed import ReplayedFunctions
 from tests.engine.test_token_masks import row
 
 
@@ -34,6 +35,20 @@ def test_every_context_length_has_a_bucket(max_model_len):
     buckets = DecodeBuckets(4, max_model_len)
     for length in range(1, max_model_len + 1):
         assert length <= buckets.fit(1, length)[1] <= max(512, 2 * length)
+
+
+def test_each_form_of_the_weights_runs_before_its_steps_are_captured():
+    """Beside small batches and the largest, the largest one in front of each change."""
+
+    def first(max_num_seqs, changes):
+        buckets = DecodeBuckets(max_num_seqs, 4096, by_context=False, form_changes=changes)
+        return {shape.rows for shape in DecodeGraphs(ReplayedFunctions(None), buckets, ()).first_shapes()}
+
+    small = {1, 2, 4, 8, 16, 32, 48, 64}
+    assert first(1024, ()) == small | {1024}
+    assert first(1024, (17, 513)) == small | {512, 1024}
+    assert first(1024, (1, 100)) == small | {96, 1024}
+    assert first(512, (10**9,)) == small | {512}
 
 
 class Chosen:
