@@ -8,6 +8,7 @@ import torch
 from nanovllm.distributed.group import SINGLE, split_over
 from nanovllm.layers.custom_mlp import GatedMLP
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.residual_stream import ResidualStream
 from tests.layers.stubs import Rank, stubbed
@@ -86,6 +87,23 @@ def test_activations_that_are_quantised_come_first(stubs):
 
 
 PLAIN_SILU, PLAIN_NORM, AFTER_NORM = "linear_silu_and_mul", "linear_add_rms_norm", "add_rms_norm_gate_up"
+QUANTISING = "add_rms_norm_linear_fp8_dynamic", "linear_fp8_dynamic"
+
+
+@pytest.mark.parametrize("tokens", [2, 3])
+def test_a_projection_after_a_norm_takes_the_copy(tokens):
+    kernels, _, calls = stubbed({"add_rms_norm_linear": range(1, 9)})
+    layer = ColumnParallelLinear(COLUMNS, {"": 64}, kernels=kernels)
+    del layer.weight
+    layer.weight = PackedWeight([MATRICES["int4"](64)], torch.float32, kernels)
+    norm = RMSNorm(COLUMNS, 1e-6, kernels).requires_grad_(False)
+    x, residual = torch.randn(2, tokens, COLUMNS, generator=torch.Generator().manual_seed(7))
+    want, total = layer.after_norm(ResidualStream(x.clone(), residual.clone()), norm)
+    layer.weight.expand_for(range(3, 4))
+    assert not calls
+    got, added = layer.after_norm(ResidualStream(x.clone(), residual.clone()), norm)
+    assert [op for op, _ in calls] == ["add_rms_norm_linear"] * (tokens == 3)
+    torch.testing.assert_close((got, added), (want, total), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("after_norm", [False, True])
@@ -93,7 +111,7 @@ PLAIN_SILU, PLAIN_NORM, AFTER_NORM = "linear_silu_and_mul", "linear_add_rms_norm
 def test_copies_are_combined_as_plain_weights(name, after_norm):
     """With three tokens by the copy, with two and four by the packed weight, whose ops take as many."""
     plain = dict.fromkeys((PLAIN_SILU, PLAIN_NORM, *[AFTER_NORM] * after_norm), range(1, 9))
-    kernels, _, calls = stubbed(plain | {SILU: range(1, 9), NORM: range(1, 9), "linear_fp8_dynamic": range(1, 9)})
+    kernels, _, calls = stubbed(plain | dict.fromkeys((SILU, NORM, *QUANTISING), range(1, 9)))
     matrices = [MATRICES[name](COLUMNS) for _ in range(3)]
     if name == "fp8 blocks":
         matrices = [replace(m, quantises_activations=True) for m in matrices]
@@ -104,7 +122,7 @@ def test_copies_are_combined_as_plain_weights(name, after_norm):
     for tokens in (2, 3, 4):
         calls.clear()
         got = run((made, norms), tokens)
-        packed_ops = ["linear_fp8_dynamic"] * 2 if name == "fp8 blocks" else [SILU, NORM]
+        packed_ops = list(QUANTISING) if name == "fp8 blocks" else [SILU, NORM]
         plain_ops = [AFTER_NORM if after_norm else PLAIN_SILU, PLAIN_NORM]
         assert [op for op, _ in calls] == (plain_ops if tokens == 3 else packed_ops)
         if tokens != 3:

@@ -166,6 +166,10 @@ def test_a_down_projection_activates_what_it_quantises(activation, fused):
     assert torch.allclose(mlp(few), want, atol=1e-6) and calls == []
     want = REFERENCE(act(REFERENCE(many, *gate_up.operands())), *down.operands())
     assert torch.equal(mlp(many), want) and calls == [LEAST] * fused
+    for layer in (mlp.gate_up_proj, mlp.down_proj):
+        layer.weight.expand_for(range(LEAST, LEAST + 1))
+    want = act(many @ gate_up.dequantised().T) @ down.dequantised().T
+    assert torch.allclose(mlp(many), want, atol=1e-6) and calls == [LEAST] * fused
 
 
 @pytest.mark.parametrize("residual", [True, False])
@@ -187,11 +191,14 @@ def test_a_projection_quantises_the_norm_before_it(residual):
     mlp.down_proj.weight.data, qkv.bias.data = drawn(256, 128, 4), drawn(1, 256, 6)[0]
     norm = RMSNorm(256, 1e-6, kernels)
     norm.weight.data = 1 + drawn(1, 256, 7)[0]
-    for n in (LEAST - 1, LEAST):
+    for n, is_copy in ((LEAST - 1, False), (LEAST, False), (LEAST, True)):
+        for layer in (mlp.gate_up_proj, qkv):
+            layer.weight.expand_for(range(LEAST, LEAST + is_copy))
         x, before = drawn(n, 256, 1), drawn(n, 256, 2) if residual else None
         total = x if before is None else x + before
         normed = all_ops()["rms_norm"].native(total, norm.weight, 1e-6)
-        product = (lambda a, m: REFERENCE(a, *m.operands())) if n == LEAST else lambda a, m: a @ m.dequantised().T
+        quantised = n == LEAST and not is_copy
+        product = (lambda a, m: REFERENCE(a, *m.operands())) if quantised else lambda a, m: a @ m.dequantised().T
         got, new = qkv.after_norm(ResidualStream(x.clone(), before if before is None else before.clone()), norm)
         assert torch.equal(new, total)
         want = product(normed, three) + qkv.bias
