@@ -70,7 +70,7 @@ class ModelRunner:
                 packed=None if reason else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
             )  # fmt: skip
             if reason and (plan := FastPaths.expansion(config, kernels, self.dtype, device)) is not None:
-                expand_layers(self.model, plan, device)
+                expand_layers(self.model, plan, partial(group.smallest, device=device))
             timer.end("weights", "loaded")
             group.barrier(f"the weights are loaded for {kernels.providers}")
             self.sampler = Sampler(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import torch
 import torch.nn as nn
 
-from nanovllm.distributed.group import current_group
 from nanovllm.kernels.op.expansion_plan import ANY, ExpansionPlan
 from nanovllm.layers.packed_weight import PackedWeight, bytes_and_weights
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -35,14 +33,17 @@ class _Expansion(NamedTuple):
         return self.weight.numel() * self.weight.dtype.itemsize - self.weight.nbytes * self.replaces
 
 
-def expand_layers(model: DecoderForCausalLM, plan: ExpansionPlan, device: torch.device) -> None:
+def expand_layers(model: DecoderForCausalLM, plan: ExpansionPlan, smallest: Callable[[int], int] = int) -> None:
     """Give the packed weights of decoder layers the copies that `plan` wants, if memory allows all of them.
 
-    A copy that is used for any number of tokens replaces the packed weight. All ranks of a group decide alike.
+    A copy that is used for any number of tokens replaces the packed weight.
+
+    Args:
+        smallest: the least of the numbers that the ranks of a group give, so that all decide alike.
     """
     wanted = list(_wanted(model, plan))
     nbytes = sum(each.more_bytes for each in wanted)
-    if not current_group().smallest(int(nbytes <= plan.max_bytes), device):
+    if not smallest(nbytes <= plan.max_bytes):
         logger.info(
             "expand_small_weights: the quantised matrices of small layers, %d, stay packed: copies would take %.2f GB"
             " more, and %.2f are allowed",

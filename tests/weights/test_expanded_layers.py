@@ -16,7 +16,7 @@ from nanovllm.weights.expanded_layers import expand_layers
 from tests import tiny
 from tests.engine.fast.replayed import ReplayedFunctions
 from tests.providers import registered
-from tests.weights.checkpoints import CPU, fused
+from tests.weights.checkpoints import fused
 from tests.weights.quantised_files import FORMATS, write
 from tests.weights.test_quantised_checkpoints import GREEDY, OPTIONS, loaded, packed_names, prompts, weights
 
@@ -112,7 +112,7 @@ def test_copies_are_the_dequantised_weights_rounded_once(tmp_path, caplog):
     reference = write(tmp_path, FORMATS["fp8-block"])
     model = loaded(tmp_path, torch.bfloat16)
     with caplog.at_level(logging.INFO, "nanovllm.weights.expanded_layers"), torch.inference_mode():
-        expand_layers(model, plan(), CPU)
+        expand_layers(model, plan())
     found = {n: m for n, m in model.named_modules() if isinstance(m, PackedWeight)}
     assert len(found) == 8
     for name, weight in found.items():
@@ -133,40 +133,31 @@ def test_layers_decide_by_their_own_size(tmp_path):
         m.numel() for m in model.model.layers[0].modules() if isinstance(m, PackedWeight)
     )
     with torch.inference_mode():
-        expand_layers(model, plan(max_layer_weights=numel - 1), CPU)
+        expand_layers(model, plan(max_layer_weights=numel - 1))
         assert not model.form_changes
-        expand_layers(model, plan(max_layer_weights=numel), CPU)
+        expand_layers(model, plan(max_layer_weights=numel))
     assert model.form_changes == {3, 12}
 
 
-class OtherRank:
-    """A group in which another rank has too little memory."""
-
-    def smallest(self, number, device):
-        return 0
-
-
 @pytest.mark.parametrize("num_tokens", [SOME, ANY])
-def test_all_copies_or_none_by_their_memory(tmp_path, caplog, monkeypatch, num_tokens):
+def test_all_copies_or_none_by_their_memory(tmp_path, caplog, num_tokens):
     write(tmp_path, FORMATS["awq"])
     model = loaded(tmp_path)
     found = [m for m in model.modules() if isinstance(m, PackedWeight)]
     more = sum(4 * w.numel() for w in found) - (sum(w.nbytes for w in found) if num_tokens == ANY else 0)
     with caplog.at_level(logging.INFO, "nanovllm.weights.expanded_layers"), torch.inference_mode():
-        expand_layers(model, plan(num_tokens, max_bytes=more - 1), CPU)
+        expand_layers(model, plan(num_tokens, max_bytes=more - 1))
         assert len(packed_names(model)) == 8 and not model.form_changes
         (said,) = (r.message for r in caplog.records)
         assert re.search(r"of small layers, 8, stay packed: copies would take \d\.\d\d GB more", said)
-        with monkeypatch.context() as patch:
-            patch.setattr("nanovllm.weights.expanded_layers.current_group", OtherRank)
-            expand_layers(model, plan(num_tokens, max_bytes=more), CPU)
+        expand_layers(model, plan(num_tokens, max_bytes=more), lambda fits: 0)  # another rank has too little
         assert len(packed_names(model)) == 8 and not model.form_changes
-        expand_layers(model, plan(num_tokens, max_bytes=more), CPU)
+        expand_layers(model, plan(num_tokens, max_bytes=more))
     assert bool(model.form_changes) == (num_tokens == SOME) != (not packed_names(model))
 
 
 def test_nothing_is_said_of_a_model_without_small_packed_layers(tmp_path, caplog):
     write(tmp_path, FORMATS["awq"])
     with caplog.at_level(logging.INFO, "nanovllm.weights.expanded_layers"):
-        expand_layers(loaded(tmp_path), plan(ops=("linear_gguf",)), CPU)
+        expand_layers(loaded(tmp_path), plan(ops=("linear_gguf",)))
     assert not caplog.records

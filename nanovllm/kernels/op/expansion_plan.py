@@ -39,9 +39,10 @@ _INTEGERS = "linear_int4", "linear_int8", "linear_gguf"
 
 MEASURED: Mapping[tuple[int, int], tuple[ExpansionRule, ...]] = {
     (9, 0): (
-        # fp8 tensor cores win with 16,384 tokens; with 256 the copy does.
-        ExpansionRule(("linear_fp8_dynamic",), _SMALLEST, range(513)),
-        ExpansionRule(("linear_fp8_dynamic",), 51_000_000, range(17, 65)),
+        # The copy wins with 1,024 tokens, fp8 tensor cores with 2,048.
+        ExpansionRule(("linear_fp8_dynamic",), _SMALLEST, range(1025)),
+        # Packed weights win with 16 tokens, the copy with 48 to 256, fp8 tensor cores with 512.
+        ExpansionRule(("linear_fp8_dynamic",), 51_000_000, range(17, 385)),
         # Without them a product of many tokens dequantises the weight each time.
         ExpansionRule(("linear_fp8",), _SMALLEST, ANY),
         ExpansionRule(("linear_fp8",), 51_000_000, range(17, ANY.stop)),
@@ -50,7 +51,7 @@ MEASURED: Mapping[tuple[int, int], tuple[ExpansionRule, ...]] = {
     ),
 }
 """By compute capability. Measured on an H200 with fp8 and int4 of Qwen3-0.6B, 1.7B and 8B, 1 to 256 sequences and
-prompts of 16,384 tokens a step (docs/log/kernels.md). The first rule that holds decides."""
+prompts of 256 to 16,384 tokens (docs/log/kernels.md). The first rule that holds decides."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from tests.native import NATIVE
 
 HOPPER, GIB = (9, 0), 2**30
 DYNAMIC, FP8, INT4, INT8, GGUF = "linear_fp8_dynamic", "linear_fp8", "linear_int4", "linear_int8", "linear_gguf"
+SIZES = [1, 8, 12, 16, 24, 48, 128, 192, 256, 512, 1024, 2048, 4096, 16384]
 NAMES = DYNAMIC, FP8, INT4, INT8, GGUF
 
 
@@ -41,12 +42,12 @@ def test_the_measured_cases():
     assert all(chosen.num_tokens([name], large) == range(0) for name in NAMES)
     assert all(chosen.num_tokens([name], smallest) == ANY for name in (FP8, INT4, INT8, GGUF))
     fp8 = chosen.num_tokens([DYNAMIC], smallest)
-    assert [n for n in (1, 8, 32, 128, 256, 16384) if n in fp8] == [1, 8, 32, 128, 256]
+    assert [n for n in SIZES if n in fp8] == SIZES[: SIZES.index(1024) + 1]
     fp8 = chosen.num_tokens([DYNAMIC], small)
-    assert [n for n in (1, 8, 32, 128, 256, 16384) if n in fp8] == [32]
+    assert [n for n in SIZES if n in fp8] == [24, 48, 128, 192, 256]
     for name in (INT4, INT8, GGUF):
         some = chosen.num_tokens([name], small)
-        assert [n for n in (1, 8, 32, 128, 256, 16384) if n in some] == [32, 128, 256, 16384]
+        assert [n for n in SIZES if n in some] == SIZES[2:]
 
 
 def test_a_weight_of_several_forms_has_a_copy_where_all_want_it():
