@@ -71,7 +71,8 @@ class AsyncLLM:
         info = client.info
         self.tokenizer: Any = None if info.tokenizer_path is None else load_tokenizer(info.tokenizer_path)
         self.maker = RequestMaker(
-            self.tokenizer, info.vocab_size, info.max_model_len, info.max_logprobs, info.seed, first_id=info.first_key
+            self.tokenizer, info.vocab_size, info.max_model_len, info.max_logprobs, info.seed, first_id=info.first_key,
+            sampling_defaults=info.sampling_defaults,
         )  # fmt: skip
         self._streams: dict[int, OutputStream] = {}
         self._keys: dict[str, int] = {}

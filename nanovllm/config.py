@@ -14,6 +14,10 @@ from nanovllm.foreign_arguments import ENGINE_ARGUMENTS
 if TYPE_CHECKING:
     from nanovllm.engine.fast.policy import FastPolicy
 
+HF_OVERRIDES = (
+    "rope_scaling", "rope_parameters", "rope_theta", "max_position_embeddings", "sliding_window", "use_sliding_window",
+)  # fmt: skip
+"""Entries of a config.json that `hf_overrides` may replace."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 ONLINE_QUANTIZATION = ("fp8", "int4", "int8", "q4_k_m")
 """How weights can be quantised while they are loaded."""
@@ -66,9 +70,12 @@ class EngineConfig:
     such a copy is multiplied faster, if all copies together take at most 4 % of its memory. "off": they stay packed."""
     device: str = "auto"
     """"auto" (CUDA where there is one), "cuda", "cuda:1", "cpu"."""
+    hf_overrides: Mapping[str, Any] | None = None
+    """Entries that replace those of config.json: `{"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+    "original_max_position_embeddings": 32768}}` extends Qwen3's context. Those of `HF_OVERRIDES` alone."""
     max_model_len: int | str = 4096
     """Longest prompt plus output, in tokens; lowered to what the model and the KV cache allow. "auto", -1 or None: the
-    most that these allow."""
+    most that these allow; with LongRoPE the length of the original training, whose frequencies short prompts need."""
     max_num_seqs: int = 512
     """Most sequences that run in one step."""
     max_num_batched_tokens: int | None = None
@@ -100,6 +107,12 @@ class EngineConfig:
     compute unused (`engine/fast/piggyback.py`). `ride_prompts` is an older name of this argument."""
     fast_policy: FastPolicy | None = None
     """Which fast paths are on, for tests and measurements (`engine/fast/policy.py`). The arguments above win."""
+    generation_config: str = "auto"
+    """Whence the parameters of calls and requests come that do not set them: "auto", generation_config.json in the
+    model's directory, or the GGUF file; "vllm", nowhere; or a directory that holds such a file. As in vLLM temperature,
+    top_p, top_k, min_p, repetition_penalty and max_new_tokens are taken; a call with `SamplingParams` sets them all."""
+    override_generation_config: Mapping[str, Any] | None = None
+    """Such parameters, which win over the file: `{"temperature": 0.5, "max_new_tokens": 512}`."""
     max_logprobs: int = 20
     """Most `logprobs` and `prompt_logprobs` that a request may ask for, since their cost grows. -1: any number."""
     async_scheduling: bool | None = None
@@ -145,6 +158,7 @@ def _normal_path(value: Any) -> Any:
 _NORMALISE: dict[str, Callable[[Any], Any]] = {
     "model": _normal_path,
     "tokenizer": _normal_path,
+    "generation_config": lambda value: "auto" if value is None else _normal_path(value),
     "dtype": _normal_dtype,
     "kv_cache_dtype": _normal_dtype,
     "quantization": lambda value: value.lower() if isinstance(value, str) else value,  # GGUF writes Q4_K_M
@@ -235,6 +249,14 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kernel_priority": (
         _or_none(lambda value: isinstance(value, Mapping)),
         'must map ops to providers, for example {"rms_norm": ["triton"]}, or be None for the usual ones',
+    ),
+    "hf_overrides": (
+        _or_none(lambda value: isinstance(value, Mapping) and value.keys() <= set(HF_OVERRIDES)),
+        f"must be a dict with some of {', '.join(HF_OVERRIDES)}, or None for what config.json says",
+    ),
+    "generation_config": (_is_path, "must be auto, vllm (no defaults), or a directory with generation_config.json"),
+    "override_generation_config": (
+        _or_none(lambda value: isinstance(value, Mapping)), 'must be a dict such as {"temperature": 0.5}, or None',
     ),
     "kernel_plugins": (
         lambda value: _is_path(value) or (isinstance(value, (list, tuple)) and all(map(_is_path, value))),

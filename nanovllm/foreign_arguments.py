@@ -76,8 +76,6 @@ ENGINE_ARGUMENTS = table(
     ("the queue of a server is limited by max_waiting_tokens of `nanovllm serve`", (None,), "max_num_queued_tokens"),
     ("a server starts a process that died again; leave it out", _OFF, "enable_fault_tolerance"
      " fault_tolerance_config"),
-    ("parameters are SamplingParams' defaults; pass others with a call", ("auto", "vllm", None, {}),
-     "generation_config override_generation_config"),
     # What is not supported: the values that switch it off are taken.
     ("LoRA is not supported; merge the adapter into the weights", _OFF, "enable_lora lora_modules enable_lora_bias"
      " fully_sharded_loras default_mm_loras enable_tower_connector_lora"),
@@ -156,8 +154,9 @@ ENGINE_ARGUMENTS = table(
      " hf_config_path cache_dir local_files_only model_weights"),
     ("the files in the model's directory tell their format; leave it out", (None, "auto", "hf"), "config_format"),
     ("the hub's token comes from the environment; set HF_TOKEN", (None, False, True), "hf_token token use_auth_token"),
-    ("the checkpoint's config.json decides; edit a copy of it", _OFF, "hf_overrides rope_scaling rope_theta"
-     " override_neuron_config disable_sliding_window model_class_overrides"),
+    ("use hf_overrides={...}", _OFF, "rope_scaling rope_theta"),
+    ("the checkpoint's config.json decides; edit a copy of it", _OFF, "override_neuron_config disable_sliding_window"
+     " model_class_overrides"),
     ("prompt embeddings are not supported; pass text or token ids", _OFF, "enable_prompt_embeds"),
     ("log-probabilities are of the raw logits; leave it out", (None, "raw_logprobs"), "logprobs_mode"),
     ("the fp8 cache has no scales; leave it out", _OFF, "calculate_kv_scales kv_cache_dtype_skip_layers"),

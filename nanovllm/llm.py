@@ -98,8 +98,8 @@ class LLM:
         return self.engine.transformers_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """As in vLLM: the parameters of a call that passes none."""
-        return SamplingParams()
+        """As in vLLM: the parameters of a call that passes none: the model's own (`generation_config`)."""
+        return self.engine.maker.default_params
 
     def get_tokenizer(self) -> Any:
         """As in vLLM: the same as `tokenizer`."""
@@ -224,7 +224,8 @@ class LLM:
         conversations = check_conversations(messages)
         prompts = [self._chat_prompt(name, c, variables) for name, c in conversations.items()]
         plans = [AnswerPlan.of(plan, prompt["prompt"], str(template or "")) for prompt in prompts]
-        outputs = self.generate(prompts, with_constraints(sampling_params, plans), use_tqdm)
+        given = sampling_params or self.get_default_sampling_params()
+        outputs = self.generate(prompts, with_constraints(given, plans), use_tqdm)
         for output, answer in zip(outputs, plans):
             for completion in output.outputs:
                 completion.message = parse(answer.parser(), completion.text)
@@ -324,8 +325,6 @@ class LLM:
     def is_finished(self) -> bool:
         """Whether `step` has returned every request of `add_request`."""
         return not self._added
-
-    # ------------------------------------------------------------------------------------------------ running
 
     def _run(self, requests: list[Request], show_progress: bool) -> list[RequestOutput]:
         waiter, engine, loop = Waiter(requests), self.engine, self._loop

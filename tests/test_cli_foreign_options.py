@@ -35,8 +35,9 @@ def parsed(line: str) -> dict:
         ("-pp 1 --no-enforce-eager", {}, "--pipeline-parallel-size has no effect"),
         ("--max_model_len 300 --served_model_name=x_y", {"max_model_len": 300, "served_model_name": ["x_y"]}, ""),
         ("--max-model-len 8k --max-num-batched-tokens=2K", {"max_model_len": 8000, "max_num_batched_tokens": 2048}, ""),
-        ("--max-model-len auto MODEL", {"positional": "MODEL", "max_model_len": -1}, ""),
-        ("--max-model-len -1", {"max_model_len": -1}, ""),
+        ("--max-model-len auto MODEL", {"positional": "MODEL"}, ""),  # the default
+        ("--max-model-len -1", {}, ""),
+        ("--root-path /llm MODEL", {"positional": "MODEL"}, "--root-path has no effect: no answer has an absolute"),
         ("-m x.gguf -fa on --no-mmap --jinja", {"model": "x.gguf"}, "--no-mmap has no effect: the engine decides"),
         ("-- --swap-space", {"positional": "--swap-space"}, ""),
         (
@@ -74,7 +75,6 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
         ("--cache-type-k q8_0", "--cache-type-k: use --kv-cache-dtype"),
         ("-n 5", "--n-predict: use the field max_tokens of each request"),
         ("-p hi", "--prompt: pass the text without an option: nanovllm generate TEXT"),
-        ("--root-path /x", "--root-path: a proxy may serve it below a path, if it removes the path"),
         ("--attention-backend X MODEL", "--attention-backend: kernels are chosen by kernel_priority"),
         ("-hf org/model", "--hf-repo: use --model"),
         ("-b 512", "--batch-size: use --max-num-batched-tokens"),

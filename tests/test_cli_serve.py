@@ -99,7 +99,7 @@ assert "torch" not in sys.modules
 
 
 def test_defaults_are_those_of_the_engine_and_the_server():
-    assert EngineOptions().config("m") == EngineConfig("m")
+    assert EngineOptions().config("m") == EngineConfig("m", max_model_len="auto")  # as vLLM's server
     server = {f.name: f.default for f in fields(ServeOptions)}
     same = [f for record in (LimitOptions, ReportOptions) for f in fields(record) if f.name in server]
     assert len(same) > 7 and {f.name: f.default for f in same} == {f.name: server[f.name] for f in same}
@@ -173,7 +173,8 @@ def process(tmp_path):
             assert said[0] == f"Loading {tmp_path.name} ..." and any(
                 text.startswith("weights loaded in ") for text in said
             ), said
-            assert "tiny on cpu, float32, at " in said[-1]
+            assert "KV cache: 1,024 tokens (64 x 16, 0.00 GiB), 2.0 sequences of 512 tokens at a time" in said
+            assert "tiny on cpu, float32, context 512 tokens, at " in said[-1]
             yield server, url
         finally:
             server.kill()

@@ -62,7 +62,7 @@ class AnswerPlan:
 
 def with_constraints(params: Any, plans: Sequence[AnswerPlan]) -> Any:
     """The parameters of each prompt, with its plan's constraint; what is not one for all or one for each stays."""
-    each = list(params) if isinstance(params, (list, tuple)) else [params or SamplingParams()] * len(plans)
+    each = list(params) if isinstance(params, (list, tuple)) else [params] * len(plans)
     if len(each) != len(plans) or not all(isinstance(p, SamplingParams) for p in each):
         return params  # `generate` says what is wrong
     planned = [plan.params(p) for plan, p in zip(plans, each)]

@@ -50,8 +50,9 @@ SERVER_ARGUMENTS = table(
     ("usage is in every answer; a stream has it if stream_options asks for it", None, "enable_force_include_usage"
      " enable_prompt_tokens_details enable_cache_report"),
     ("every answer has the header X-Request-Id", None, "enable_request_id_headers"),
-    ("the chat template is the tokenizer's; edit a copy of it", (), "chat_template chat_template_file"),
-    ("a proxy may serve it below a path, if it removes the path", ("", "/"), "root_path api_prefix"),
+    ("use chat_template", (), "chat_template_file"),
+    ("no answer has an absolute link, so a proxy may serve it below any path that it removes", None,
+     "root_path api_prefix"),
     ("options are read from the command line alone; write them into a script", (), "config"),
     ("clients need a certificate if ssl_ca_certs is given", (), "ssl_cert_reqs"),
     ("put a proxy with these options before the server", (), "ssl_ciphers ssl_keyfile_password enable_ssl_refresh"
@@ -59,7 +60,7 @@ SERVER_ARGUMENTS = table(
     ("an origin of cors_origin may use every method and header", None, "allowed_methods allowed_headers"
      " allow_credentials"),
     ("answers have the role assistant", ("assistant",), "response_role"),
-    ("it is a field of requests; send it with them", (), "return_tokens_as_token_ids default_chat_template_kwargs"),
+    ("it is a field of requests; send it with them", (), "return_tokens_as_token_ids"),
     ("it listens at host and port; put a proxy before it", (), "uds"),
     ("the engine's process is started by this command; use api_servers for more processes", (), "headless"),
     ("use api_servers", (), "api_server_count"),

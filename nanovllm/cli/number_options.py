@@ -21,11 +21,13 @@ def _number_or_auto(text: str | int) -> int:
     return AUTO if isinstance(text, str) and text.strip().lower() == "auto" else _number(text)
 
 
-MaxModelLen = Annotated[
+_LENGTH = "Most tokens of a prompt and its output together: 8192, 8K (8192), 8k (8000); auto or -1: "
+MaxModelLen = Annotated[int, typer.Option(parser=_number_or_auto, metavar="N", help=f"{_LENGTH}what fits.")]
+ServedModelLen = Annotated[
     int,
     typer.Option(
-        parser=_number_or_auto, metavar="N",
-        help="Most tokens of a prompt and its output together: 8192, 8K (8192), 8k (8000); auto or -1: what fits.",
+        parser=_number_or_auto, metavar="N", show_default="auto",
+        help=f"{_LENGTH}the model's length, or less if the KV cache holds no sequence of it.",
     ),
 ]  # fmt: skip
 MaxNumBatchedTokens = Annotated[

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.cli.option_records import takes_records
 from nanovllm.cli.serve_options import (
     AccessOptions,
+    ChatOptions,
     EngineOptions,
     LimitOptions,
     ModelOptions,
@@ -42,6 +43,7 @@ def serve(
     process: ProcessOptions,
     limits: LimitOptions,
     access: AccessOptions,
+    chat: ChatOptions,
     reports: ReportOptions,
     ray: RayOptions,
 ) -> None:
@@ -67,7 +69,7 @@ def serve(
     except ImportError as error:
         raise ValueError(f'serve needs the package {error.name!r}; run pip install "nanovllm[serve]"') from None
     listener = Listener(model.host, model.port, access.tls())
-    options = _serve_options(names, limits, access, reports)
+    options = _serve_options(names, limits, access, chat, reports)
     if ray.replicas is None:
         _run(config, options, listener, process, reports)
     else:
@@ -87,7 +89,7 @@ def _check_options_of_replicas(process: ProcessOptions, limits: LimitOptions) ->
 
 
 def _serve_options(
-    names: tuple[str, ...], limits: LimitOptions, access: AccessOptions, reports: ReportOptions
+    names: tuple[str, ...], limits: LimitOptions, access: AccessOptions, chat: ChatOptions, reports: ReportOptions
 ) -> ServeOptions:
     from nanovllm.serve.options import ServeOptions
 
@@ -97,7 +99,8 @@ def _serve_options(
     del bounds["max_body_mib"]
     return ServeOptions(
         model_names=names, api_keys=access.keys(), cors_origins=tuple(access.cors_origin or ()),
-        metrics_prefix=reports.metrics_prefix, **bounds,
+        metrics_prefix=reports.metrics_prefix, chat_template=chat.template(), chat_template_kwargs=chat.variables(),
+        **bounds,
     )  # fmt: skip
 
 
@@ -143,6 +146,8 @@ def _run(
                 engine.close()
                 raise
         _warn_without_key(listener, options)
+        for line in filter(None, (engine.info.sampling_source, str(engine.info.cache_size))):
+            _say(line, reports.log_json)
         ready = f"{_said(options, engine, listener, sock)} (Ctrl-C ends it)"
         run(Server(engine, options, listener, siblings, lambda: _say(ready, reports.log_json)), sock, tracing)
 
@@ -187,7 +192,7 @@ def _said(options: ServeOptions, engine: AsyncLLM, listener: Listener, sock: soc
     host, port = sock.getsockname()[:2]
     scheme = "https" if listener.tls else "http"
     address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-    return f"{options.model_names[0]} on {engine.info.device}, at {address}"
+    return f"{options.model_names[0]} on {engine.info.device}, {engine.info.context}, at {address}"
 
 
 def _run_replicas(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nanovllm.cli.number_options import MaxModelLen, MaxNumBatchedTokens
+from nanovllm.cli.number_options import MaxNumBatchedTokens, ServedModelLen
+from nanovllm.config import AUTO
+from nanovllm.wording import brief
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
@@ -21,6 +25,23 @@ _MOST_API_SERVERS = 64
 
 def _option(text: str, **others: Any) -> Any:
     return typer.Option(help=text, **others)
+
+
+def json_object(option: str, text: str | None, example: str) -> dict[str, Any] | None:
+    """The object that an option has as JSON; None without the option.
+
+    Raises:
+        ValueError: it is no object.
+    """
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {text}: must be a JSON object, such as {example}, in quotes for the shell")
+    return found
 
 
 @dataclass(frozen=True)
@@ -87,7 +108,7 @@ class EngineOptions:
         "float32"
     )
     device: Annotated[str, _option("auto, cuda, cuda:N or cpu.")] = "auto"
-    max_model_len: MaxModelLen = 4096
+    max_model_len: ServedModelLen = AUTO
     max_num_seqs: Annotated[int, _option("Most completions in a step.")] = 512
     max_num_batched_tokens: MaxNumBatchedTokens = None
     gpu_memory_utilization: Annotated[float, _option("The share of the GPU's memory to use.")] = 0.9
@@ -97,6 +118,24 @@ class EngineOptions:
     enable_prefix_caching: Annotated[bool, _option("Reuse the KV cache of prompts that begin alike.")] = True
     enforce_eager: Annotated[bool, _option("Do not capture CUDA graphs.")] = False
     tensor_parallel_size: Annotated[int, _option("GPUs that share the model.")] = 1
+    hf_overrides: Annotated[
+        str | None,
+        _option(
+            "Entries that replace those of the model's config.json, as JSON: its rotary scaling, context or window.",
+            metavar="JSON",
+        ),
+    ] = None
+    generation_config: Annotated[
+        str,
+        _option(
+            "Whence requests that do not set temperature, top_p, top_k, min_p, repetition_penalty and max_tokens take"
+            " them: auto, the model's generation_config.json or GGUF file; vllm, nowhere; or a directory with such a"
+            " file."
+        ),
+    ] = "auto"
+    override_generation_config: Annotated[
+        str | None, _option("Such defaults as JSON, which win: '{\"temperature\": 0.6}'.", metavar="JSON")
+    ] = None
     max_logprobs: Annotated[int, _option("Most log-probabilities that a request may ask for.")] = 20
     seed: Annotated[int | None, _option("Seed for requests that have none.")] = None
     use_custom_kernels: Annotated[
@@ -112,6 +151,10 @@ class EngineOptions:
 
         arguments = vars(self) | {"model": model, "kernel_plugins": tuple(self.kernel_plugin or ())}
         del arguments["kernel_plugin"]
+        arguments["hf_overrides"] = json_object("--hf-overrides", self.hf_overrides, '{"rope_scaling": {...}}')
+        arguments["override_generation_config"] = json_object(
+            "--override-generation-config", self.override_generation_config, '{"temperature": 0.6}'
+        )
         return EngineConfig(**arguments)
 
 
@@ -196,6 +239,47 @@ class AccessOptions:
         """The options of `Listener`."""
         names = "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"
         return tuple((name, str(file)) for name in names if (file := getattr(self, name)) is not None)
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The chat template."""
+
+    chat_template: Annotated[
+        str | None, _option("A file with a Jinja template, or its text, in place of the model's own.", metavar="FILE")
+    ] = None
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        _option(
+            "Variables of the template as JSON, for requests that do not set them: '{\"enable_thinking\": false}'.",
+            metavar="JSON",
+        ),
+    ] = None
+
+    def template(self) -> str | None:
+        """The template's text.
+
+        Raises:
+            ValueError: the file cannot be read, or holds no template.
+        """
+        given = self.chat_template
+        if given is None:
+            return None
+        where = f"--chat-template {brief(given)}"
+        if not re.search("{[{%]", given):
+            try:
+                given = Path(given).expanduser().read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                why = getattr(error, "strerror", None) or error
+                raise ValueError(f"{where}: cannot be read: {why}; pass a file with a Jinja template") from None
+        from nanovllm.weights.bare_tokenizer import check_template
+
+        check_template(given, where)
+        return given
+
+    def variables(self) -> dict[str, Any]:
+        option = "--default-chat-template-kwargs"
+        return json_object(option, self.default_chat_template_kwargs, '{"enable_thinking": false}') or {}
 
 
 @dataclass(frozen=True)

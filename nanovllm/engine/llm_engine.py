@@ -27,6 +27,7 @@ from nanovllm.structured.constraint import TokenConstraint
 from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.weights.bare_tokenizer import whole_tokenizer
 from nanovllm.weights.checkpoint import Checkpoint, locate
+from nanovllm.weights.sampling_defaults import sampling_defaults
 from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -67,9 +68,9 @@ class LLMEngine:
         self.kernels = _resolve_kernels(config, device, checkpoint.config.use_custom_kernels)
         logger.info("kernels: %s", self.kernels.summary())
         self.tokenizer = _load_tokenizer(config, checkpoint)
+        self.sampling_defaults = sampling_defaults(config, checkpoint)
         path = checkpoint.path
-        has_files = path is not None and path.is_dir()
-        ends = eos_token_ids(path if path and has_files else checkpoint.config.raw, self.tokenizer)
+        ends = eos_token_ids(path if path and path.is_dir() else checkpoint.config.raw, self.tokenizer)
         # A tokenizer may know more tokens than the model has logits for, and some files say -1 for none.
         self.eos_token_ids = tuple(token for token in ends if 0 <= token < checkpoint.config.vocab_size)
         self.runner = self.ranks.make_on_all(lambda: make_runner(config, checkpoint, device, self.kernels))
@@ -82,12 +83,12 @@ class LLMEngine:
             self.runner.fast.piggyback,
             self.runner.fast.reserve_tokens_ahead,
         )
-        on_gpu = self.runner.device.type == "cuda"
-        asynchronous = on_gpu if config.async_scheduling is None else config.async_scheduling
-        self._steps_ahead = 1 if asynchronous else 0
+        asynchronous = config.async_scheduling
+        self._steps_ahead = int(self.runner.device.type == "cuda" if asynchronous is None else asynchronous)
         self.maker = RequestMaker(
             self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len, config.max_logprobs, config.seed,
             ConstraintMaker(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids),
+            sampling_defaults=self.sampling_defaults.values,
         )  # fmt: skip
         self._in_flight: deque[StepResult] = deque()
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}
@@ -324,9 +325,8 @@ class LLMEngine:
         self.scheduler.check()
         sequences = {*self.scheduler.running, *self.scheduler.waiting}
         assert set(self._completions) == sequences, "requests and scheduler disagree about what is unfinished"
-        if not sequences:
-            blocks = self.scheduler.blocks
-            assert blocks.num_free_blocks == blocks.num_blocks, "blocks are lost"
+        blocks = self.scheduler.blocks
+        assert sequences or blocks.num_free_blocks == blocks.num_blocks, "blocks are lost"
 
 
 def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:

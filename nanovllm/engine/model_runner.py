@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.distributed.group import current_group
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import Batch, DeviceBatch, to_device
+from nanovllm.engine.cache_size import CacheSize
 from nanovllm.engine.fast.paths import FastPaths
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, LogprobsTensors, compute_logprobs
 from nanovllm.engine.model_setup import (
@@ -58,7 +59,8 @@ class ModelRunner:
         self.device = device
         self.group = group = current_group()
         self.dtype = select_dtype(config.dtype, checkpoint, device)
-        limits = StepLimits.of(config, checkpoint.config, self.dtype, device)
+        with on_device(device):
+            limits = StepLimits.of(config, checkpoint.config, self.dtype, device)
         on_gpu = device.type == "cuda"
         reason = why_not_packed(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
         if reason:
@@ -86,6 +88,7 @@ class ModelRunner:
                 checkpoint.config, self.num_kvcache_blocks, limits.block_size, limits.cache_dtype, device,
                 self.model.num_kv_heads,
             )  # fmt: skip
+            logger.info("%s", self.cache_size)
             self.paged = PagedModel(self.model, caches, limits.max_num_seqs, self.limits.max_model_len)
             self.fast.start(self.paged, self.sampler, self.limits, timer)
         logger.info("started in %s", timer)
@@ -95,6 +98,13 @@ class ModelRunner:
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
         name = name if self.group.size == 1 else f"{self.group.size} x {name}"
         return f"{name}, {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def cache_size(self) -> CacheSize:
+        limits, heads = self.limits, self.model.num_kv_heads
+        per_block = kv_cache.block_bytes(self.model.config, limits.block_size, limits.cache_dtype, heads)
+        blocks = self.num_kvcache_blocks
+        return CacheSize(blocks, limits.block_size, blocks * per_block, limits.max_model_len, self.group.size)
 
     @property
     def max_model_len(self) -> int:

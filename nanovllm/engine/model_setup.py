@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.config import AUTO, EngineConfig
+from nanovllm.distributed.group import current_group
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, compute_logprobs
@@ -75,6 +76,8 @@ class StepLimits:
     """The longest sequence, bounded by the model, and by the KV cache once its size is known."""
     is_auto: bool
     """Whether `max_model_len` is to be the most that is possible."""
+    model_len: int
+    """The longest sequence of the model."""
     block_size: int
     cache_dtype: torch.dtype
 
@@ -82,8 +85,15 @@ class StepLimits:
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
         """The limits that the arguments ask for, lowered to those of the model. dtype: of the model."""
         longest, is_auto = model.max_position_embeddings, config.max_model_len == AUTO
+        cache_dtype = kv_cache.cache_dtype(config.kv_cache_dtype, dtype)
         if not is_auto:
             longest = _bounded_len(int(config.max_model_len), longest, "the model's limit")
+        else:
+            if model.rope.is_long(longest):  # longer sequences would change the frequencies of short ones, too
+                longest = model.rope.original_length
+                logger.info("LongRoPE: max_model_len is the original training's; pass up to %d for long contexts",
+                            model.max_position_embeddings)  # fmt: skip
+            longest = min(longest, _most_cached(config, model, cache_dtype, device))
         if model.rope.is_long(longest):
             original = model.rope.original_length
             logger.info(
@@ -96,9 +106,25 @@ class StepLimits:
             max_num_batched_tokens=config.max_num_batched_tokens or (16384 if device.type == "cuda" else 512),
             max_model_len=longest,
             is_auto=is_auto,
+            model_len=model.max_position_embeddings,
             block_size=config.kvcache_block_size,
-            cache_dtype=kv_cache.cache_dtype(config.kv_cache_dtype, dtype),
+            cache_dtype=cache_dtype,
         )
+
+
+def _most_cached(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """An upper bound on the tokens of the KV cache, before anything is loaded.
+
+    Some files name millions of positions, and the rotary table, which is made first, has a row for each.
+    """
+    if config.num_kvcache_blocks is not None:
+        return config.num_kvcache_blocks * config.kvcache_block_size
+    group = current_group()
+    per_token = kv_cache.block_bytes(model, 1, dtype, -(-model.num_kv_heads // group.size))
+    free = kv_cache.available_bytes_cpu(whole=False)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    return max(config.kvcache_block_size, group.smallest(free // per_token, device))
 
 
 def within_blocks(limits: StepLimits, num_blocks: int) -> StepLimits:
@@ -106,9 +132,12 @@ def within_blocks(limits: StepLimits, num_blocks: int) -> StepLimits:
     longest = num_blocks * limits.block_size
     if not limits.is_auto:
         return replace(limits, max_model_len=_bounded_len(limits.max_model_len, longest, "the KV cache's size"))
-    by_cache = longest < limits.max_model_len
     bounded = min(longest, limits.max_model_len)
-    logger.info("max_model_len is %d, %s", bounded, "the KV cache's size" if by_cache else "the model's limit")
+    why = "the model's limit"
+    if bounded < limits.model_len:
+        by = "the KV cache's size" if bounded == longest else "the original training's"
+        why = f"{by}; the model's limit is {limits.model_len}"
+    logger.info("max_model_len is %d, %s", bounded, why)
     return replace(limits, max_model_len=bounded)
 
 
@@ -130,14 +159,20 @@ def num_kvcache_blocks(config: EngineConfig, model: DecoderForCausalLM, sampler:
     if device.type == "cuda":
         peak = profile_peak(model, sampler, limits)
         available = kv_cache.available_bytes_cuda(device, config.gpu_memory_utilization, peak)
-        remedy = (
-            "raise gpu_memory_utilization, lower max_num_batched_tokens or max_num_seqs, or use a smaller"
-            " kvcache_block_size"
-        )
     else:
         available = kv_cache.available_bytes_cpu(whole=config.num_kvcache_blocks is not None)
-        remedy = "free memory, or set num_kvcache_blocks and kvcache_block_size lower"
+    remedy = kv_cache_remedy(config, on_gpu=device.type == "cuda")
     return kv_cache.num_blocks_that_fit(available, per_block, config.num_kvcache_blocks, most_useful, remedy)
+
+
+def kv_cache_remedy(config: EngineConfig, on_gpu: bool) -> str:
+    """What makes the KV cache fit."""
+    fewer = "" if config.num_kvcache_blocks is None else "num_kvcache_blocks, "
+    raised = "raise gpu_memory_utilization, " if on_gpu else ""
+    return (
+        f"lower {fewer}max_model_len, max_num_seqs, max_num_batched_tokens or kvcache_block_size, {raised}set"
+        f' kv_cache_dtype="fp8", or end other programs {"on the GPU" if on_gpu else "that take memory"}'
+    )
 
 
 def profile_peak(model: DecoderForCausalLM, sampler: Sampler, limits: StepLimits) -> int:

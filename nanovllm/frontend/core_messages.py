@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from nanovllm.engine.cache_size import CacheSize
 from nanovllm.sampling_params import MAX_N, SamplingParams
 
 KEYS_PER_FRONT_END = 1 << 36
@@ -124,8 +125,28 @@ class EngineInfo(NamedTuple):
     device: str
     seed: int | None
     """The seed from which seeds are drawn for requests that bring none."""
+    model_len: int = 0
+    """The longest sequence of the model, which may be longer than what is served."""
+    cache_bytes: int = 0
+    """Of the KV cache on each device."""
+    num_devices: int = 1
+    """Devices that share the model."""
+    sampling_defaults: dict[str, Any] = {}
+    """Of requests that do not set these parameters of `SamplingParams`."""
+    sampling_source: str = ""
+    """These defaults in words, and where they are from; empty if there are none."""
     first_key: int = 0
     """Of this front end's requests."""
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return CacheSize(self.num_blocks, self.block_size, self.cache_bytes, self.max_model_len, self.num_devices)
+
+    @property
+    def context(self) -> str:
+        """The longest sequence in words."""
+        of_model = f" of the model's {self.model_len:,}" if self.max_model_len < self.model_len else ""
+        return f"context {self.max_model_len:,}{of_model} tokens"
 
     def of_front_end(self, number: int) -> EngineInfo:
         """The same for one of several front ends, which draws seeds of its own."""

@@ -85,6 +85,7 @@ class Conversation:
         both = request.max_completion_tokens, request.max_tokens
         params = sampling_params(
             request,
+            service.sampling_defaults,
             max_tokens=both[1] if both[0] is None else both[0],
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             **constraint(request),

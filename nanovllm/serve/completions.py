@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -19,12 +19,14 @@ from nanovllm.serve.token_logprobs import CompletionLogprobs, prompt_rows
 from nanovllm.wording import brief
 
 MAX_PROMPTS = 1024
+_MAX_TOKENS = 16
+"""OpenAI's default."""
 
 
 async def completions(service: Service, exchange: Exchange, key: str) -> None:
     request = parse(await service.json(exchange), CompletionRequest)
     service.check_model(request.model)
-    prompts, params = await service.offload(exchange.body_size, _read, request)
+    prompts, params = await service.offload(exchange.body_size, _read, request, service.sampling_defaults)
     generation = await service.start(
         exchange, key, prompts, params, add_special_tokens=request.add_special_tokens, cache_salt=request.cache_salt,
         request_id=request.request_id,
@@ -34,19 +36,23 @@ async def completions(service: Service, exchange: Exchange, key: str) -> None:
         await answer(exchange, generation, shape, request.stream, service.options)
 
 
-def _read(request: CompletionRequest) -> tuple[list[str | list[int]], SamplingParams]:
-    """The prompts and the parameters of a request."""
+def _read(request: CompletionRequest, defaults: Mapping[str, Any]) -> tuple[list[str | list[int]], SamplingParams]:
+    """The prompts and the parameters of a request. defaults: the model's."""
     prompts = split_prompts(request.prompt)
-    nothing = request.max_tokens == 0
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = min(_MAX_TOKENS, defaults.get("max_tokens", _MAX_TOKENS))
+    nothing = max_tokens == 0
     if nothing and not request.echo:
         raise ApiError(400, "max_tokens=0: nothing would be answered; pass echo=true, or a larger number", "max_tokens")
-    if request.max_tokens is not None and request.max_tokens < 0:
-        said = "must be at least 1 (0 with echo=true); without the field it is 16"
-        raise ApiError(400, f"max_tokens={request.max_tokens}: {said}", "max_tokens")
+    if max_tokens < 0:
+        said = f"must be at least 1 (0 with echo=true); without the field it is {_MAX_TOKENS}"
+        raise ApiError(400, f"max_tokens={max_tokens}: {said}", "max_tokens")
     both = request.prompt_logprobs, request.logprobs if request.echo else None
     params = sampling_params(
         request,
-        max_tokens=1 if nothing else request.max_tokens,
+        defaults,
+        max_tokens=1 if nothing else max_tokens,
         logprobs=request.logprobs,
         prompt_logprobs=-1 if -1 in both else max((number for number in both if number is not None), default=None),
         **constraint(request),

@@ -40,9 +40,9 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
     max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
     output_config: dict[str, Any] | None = None

@@ -6,8 +6,16 @@ import math
 import re
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from nanovllm.wording import counted
+from nanovllm.wording import brief, counted
+
+TEMPLATE_VARIABLES_TAKEN = frozenset({
+    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+    "return_assistant_tokens_mask", "messages", "self",
+})  # fmt: skip
+"""Variables of chat templates that are the server's own."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,10 @@ class ServeOptions:
     """Seconds that running requests have after SIGTERM or SIGINT."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the server; "*": all."""
+    chat_template: str | None = None
+    """A Jinja template in place of the model's own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the template for requests that do not set them."""
     metrics_prefix: str = "vllm:"
     """Before the metrics that vLLM has as well, so that its dashboards work."""
     created: int = field(default_factory=lambda: int(time.time()))
@@ -80,6 +92,11 @@ class ServeOptions:
         if not re.fullmatch(r"([A-Za-z_:][A-Za-z0-9_:]*)?", self.metrics_prefix):
             raise ValueError(
                 f"metrics_prefix={self.metrics_prefix!r}: must be letters, digits, _ and :, not beginning with a digit"
+            )
+        if taken := TEMPLATE_VARIABLES_TAKEN & self.chat_template_kwargs.keys():
+            raise ValueError(
+                f"default_chat_template_kwargs={brief(self.chat_template_kwargs)}: {min(taken)!r} is not for the"
+                " template; leave it out"
             )
         for i, key in enumerate(self.api_keys, 1):  # a message must not tell the key
             if len(key) < 8 or not key.isascii() or not key.isprintable():

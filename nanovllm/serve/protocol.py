@@ -23,13 +23,16 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common. Names and defaults are OpenAI's, then vLLM's."""
+    """What completions and chats have in common. Names and defaults are OpenAI's, then vLLM's.
+
+    The model's files may have a default for what is None here.
+    """
 
     model: str | None = None
     n: int = 1
     best_of: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     max_tokens: int | None = None
@@ -40,9 +43,9 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
     # vLLM's
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
@@ -60,7 +63,6 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
 
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[Any]
-    max_tokens: int | None = 16
     echo: bool = False
     logprobs: int | None = None
     add_special_tokens: bool = True

@@ -19,7 +19,8 @@ from dataclasses import fields
 from typing import Any
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.config import EngineConfig
+from nanovllm.config import AUTO, EngineConfig
+from nanovllm.log_format import say_as_log
 from nanovllm.serve.app import App
 from nanovllm.serve.http import Receive, Scope, Send
 from nanovllm.serve.log_setup import logging_thread
@@ -51,6 +52,7 @@ try:
 except ImportError:
     raise ImportError('replicas need Ray; run pip install "nanovllm[ray]"') from None
 
+logger = logging.getLogger(__name__)
 serve: Any = _serve  # its decorators have types that its own documentation does not keep to
 _STATS_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0
@@ -72,6 +74,9 @@ class Replica:
         self._ends.enter_context(logging_thread(level, replicas.log_json, replicas.access_log))
         # Ray replaces the whole replica, elsewhere if it must.
         client = ProcessClient(EngineConfig(**config), restart=False, log_level=level, log_json=replicas.log_json)
+        info = client.info
+        for line in filter(None, (info.sampling_source, f"{info.context}; {info.cache_size}")):
+            say_as_log(logger, line)
         self._engine = AsyncLLM(client=client)
         self._ends.callback(self._engine.close)
         self._service = Service(self._engine, options)
@@ -254,5 +259,6 @@ def app(arguments: Mapping[str, Any]) -> Any:
         given[place][name] = tuple(value) if isinstance(value, list) else value
     if "model" not in given[0]:
         raise ValueError("model: is missing; pass model=path/to/model")
+    given[0].setdefault("max_model_len", AUTO)  # as `nanovllm serve`
     given[1].setdefault("model_names", (str(given[0]["model"]),))
     return application(EngineConfig(**given[0]), ServeOptions(**given[1]), ReplicaOptions(**given[2]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from nanovllm.async_llm import EngineDeadError, RequestFailed
@@ -19,8 +20,12 @@ _FIELDS = (
 )  # fmt: skip
 
 
-def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams:
-    """The parameters that a request asks for. others: what its kind of request decides.
+def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **others: Any) -> SamplingParams:
+    """The parameters that a request asks for.
+
+    Args:
+        defaults: the model's, of what the request does not set.
+        others: what its kind of request decides.
 
     Raises:
         ApiError: 400, which names the field.
@@ -33,7 +38,9 @@ def sampling_params(request: GenerationRequest, **others: Any) -> SamplingParams
         raise ApiError(400, "stream_options: it needs stream=true; leave it out", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs: a stream has no place for them; leave stream out", "prompt_logprobs")
-    given = {name: getattr(request, name) for name in _FIELDS}
+    if others["max_tokens"] is None:
+        others["max_tokens"] = defaults.get("max_tokens")
+    given = {**defaults} | {name: value for name in _FIELDS if (value := getattr(request, name)) is not None}
     given["logit_bias"] = _logit_bias(request.logit_bias)
     if request.seed is not None:
         if not -(2**63) <= request.seed < 2**63:

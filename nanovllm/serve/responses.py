@@ -38,8 +38,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     stream: bool = False
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -53,14 +53,14 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     previous_response_id: str | None = None
     background: bool = False
     # vLLM's
-    top_k: int = 0
-    min_p: float = 0.0
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -207,9 +207,9 @@ class ResponseAnswer:
             "max_output_tokens": request.max_output_tokens, "model": conversation.service.model_name, "output": [],
             "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None,
             "reasoning": {"effort": (request.reasoning or {}).get("effort"), "summary": None}, "store": False,
-            "temperature": request.temperature,
+            "temperature": conversation.params.temperature, "top_p": conversation.params.top_p,
             "top_logprobs": request.top_logprobs or 0, "text": request.text or {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto", "tools": request.tools or [], "top_p": request.top_p,
+            "tool_choice": request.tool_choice or "auto", "tools": request.tools or [],
             "truncation": "disabled", "usage": None, "metadata": request.metadata or {},
         }  # fmt: skip
 

@@ -24,7 +24,7 @@ from nanovllm.serve.errors import ApiError
 from nanovllm.serve.generation import Generation
 from nanovllm.serve.http import Exchange
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.options import ServeOptions
+from nanovllm.serve.options import TEMPLATE_VARIABLES_TAKEN, ServeOptions
 from nanovllm.serve.request_params import as_api_error, bad_request
 from nanovllm.structured_outputs import GrammarsBusyError
 from nanovllm.wording import brief, counted
@@ -37,11 +37,6 @@ _INLINE_COST = 8192
 _CHARACTERS_A_TOKEN = 4
 _GRAMMAR_SECONDS = 30.0
 """For which a new grammar may wait for others of its client, and for a turn of each other client."""
-_TEMPLATE_VARIABLES_TAKEN = frozenset({
-    "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
-    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
-    "return_assistant_tokens_mask", "messages", "self",
-})  # fmt: skip
 
 
 class Service:
@@ -71,6 +66,11 @@ class Service:
     @property
     def model_name(self) -> str:
         return self.options.model_names[0]
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The model's own defaults of what a request does not set."""
+        return self.engine.info.sampling_defaults
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +111,7 @@ class Service:
 
     @cached_property
     def chat_template(self) -> str | None:
-        template = getattr(self.engine.tokenizer, "chat_template", None)
+        template = self.options.chat_template or getattr(self.engine.tokenizer, "chat_template", None)
         return template if isinstance(template, str) or template is None else str(template)
 
     async def offload(self, cost: int, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -138,7 +138,7 @@ class Service:
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], **own: Any) -> str:
         """The text of a conversation. variables: the client's, for the template; own: the server's."""
-        taken = _TEMPLATE_VARIABLES_TAKEN & variables.keys()
+        taken = TEMPLATE_VARIABLES_TAKEN & variables.keys()
         if taken:
             name = min(taken)
             raise ApiError(400, f"chat_template_kwargs: {name!r} is not for the template", "chat_template_kwargs")
@@ -156,7 +156,10 @@ class Service:
                 raise ApiError(400, said, "messages")
         try:
             check_messages("messages", messages)
-            return chat_text(self.engine.tokenizer, "messages", messages, {**variables, **own})
+            given = {**self.options.chat_template_kwargs, **variables, **own}
+            if self.options.chat_template is not None:
+                given["chat_template"] = self.options.chat_template
+            return chat_text(self.engine.tokenizer, "messages", messages, given)
         except (ValueError, TypeError) as error:
             raise bad_request(error) from None
 

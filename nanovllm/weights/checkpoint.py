@@ -71,7 +71,7 @@ def locate(config: EngineConfig) -> Checkpoint:
         if config.load_format == "safetensors":
             raise ValueError(f'load_format="safetensors", but {path} is a GGUF file; use load_format="auto"')
         header, online = open_gguf(path), _online(config.quantization, None, path)
-        model = _parse(gguf.read_config(path), path)
+        model = _parse(gguf.read_config(path), path, config.hf_overrides)
         return checkpoint(model, path, "dummy" if dummy else "gguf", header, online=online)
     if config.load_format == "gguf":
         raise ValueError(f'load_format="gguf", but model={config.model!r} is no .gguf file')
@@ -80,13 +80,15 @@ def locate(config: EngineConfig) -> Checkpoint:
             if config.model.lower() not in PRESETS:
                 raise ValueError(_no_shape(config.model))
             online = _online(config.quantization, None, path)
-            return checkpoint(ModelConfig.from_dict(preset(config.model)), None, "dummy", online=online)
+            model = ModelConfig.from_dict(_overridden(preset(config.model), config.hf_overrides))
+            return checkpoint(model, None, "dummy", online=online)
         path = _from_hub(config.model)
     config_file = path / "config.json"
     if not config_file.is_file():
         raise FileNotFoundError(f"{path} holds no config.json; pass a Hugging Face model directory or a .gguf file")
     entries = read_json(config_file)
-    model, quantization = _parse(entries, config_file), quantization_config.read(entries, path)
+    model = _parse(entries, config_file, config.hf_overrides)
+    quantization = quantization_config.read(entries, path)
     online = _online(config.quantization, quantization, path)
     rename: Rename = str
     if entries["architectures"] != [model.architecture]:
@@ -116,10 +118,21 @@ def _online(asked: str | None, quantization: Quantization | None, path: Path) ->
     return asked
 
 
-def _parse(config: Mapping[str, Any], file: Path) -> ModelConfig:
+def _overridden(config: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A config.json with some entries replaced."""
+    found = {**config, **(overrides or {})}
+    if not overrides or "rope_scaling" not in overrides or "rope_parameters" in overrides:
+        return found
+    old = found.pop("rope_parameters", None)  # what transformers 5 writes: the scaling, and the base frequency
+    if isinstance(old, Mapping) and old.get("rope_theta") is not None and "rope_theta" not in overrides:
+        found["rope_theta"] = old["rope_theta"]
+    return found
+
+
+def _parse(config: Mapping[str, Any], file: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """The configuration that a file holds; errors name the file and the entry."""
     try:
-        config = text_entries(config) or config
+        config = _overridden(text_entries(config) or config, overrides)
         # The architecture first: what else a config.json holds depends on it.
         architectures = config.get("architectures")
         for architecture in architectures if isinstance(architectures, list) else ():

@@ -103,7 +103,7 @@ def test_no_code_of_a_checkpoint_is_run_though_it_is_trusted(tmp_path):
         ),
         (dict(n_gpu_layers=20), "n_gpu_layers=20: all layers are on one device; use device"),
         (dict(ubatch=2), "an unknown argument 'ubatch'; known are model, "),
-        (dict(hf_overrides=print), "hf_overrides=<built-in function print>: the checkpoint's config.json decides"),
+        (dict(rope_scaling={"factor": 4}), "rope_scaling={'factor': 4}: use hf_overrides={...}"),
     ],
     ids=str,
 )

@@ -1,16 +1,23 @@
 """Starting an `LLM`: arguments, devices, tokenizers, damaged directories, memory, dtypes."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from nanovllm import SamplingParams
+from nanovllm.config import EngineConfig
+from nanovllm.engine import kv_cache
+from nanovllm.engine.cache_size import CacheSize
 from nanovllm.engine.kv_cache import OutOfCacheMemory
+from nanovllm.engine.model_setup import kv_cache_remedy
 from tests import tiny
 from tests.engine.fast.replayed import lengths_on_the_device
 from tests.llm.small_llm import GREEDY, MAX_LEN, MESSAGES, TOKENIZER, assert_clean, make, refused
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.any_device
 
 
@@ -100,6 +107,36 @@ def test_the_model_bounds_the_length(tmp_path, caplog):
     assert llm.engine.runner.max_model_len == 48 and "lowered to 48, the model's limit" in caplog.text
 
 
+def test_a_model_of_a_billion_positions_is_served_as_far_as_the_cache_reaches(tmp_path, caplog, monkeypatch):
+    """The rotary table, which is made before the cache, is no longer than the cache could be."""
+    tiny.save_with_tokenizer(tmp_path, max_position_embeddings=10**9)
+    caplog.set_level("INFO", "nanovllm")
+    llm = make(tmp_path, max_model_len="auto", num_kvcache_blocks=4)
+    assert llm.engine.runner.max_model_len == 64
+    assert "max_model_len is 64, the KV cache's size; the model's limit is 1000000000" in caplog.text
+    assert len(llm.generate([[1] * 60], GREEDY, use_tqdm=False)[0]["token_ids"]) == 4
+    llm.close()
+    monkeypatch.setattr(kv_cache, "available_memory", lambda: 100 << 20)  # of which a cache on a CPU takes a quarter
+    llm = make(tmp_path, device="cpu", max_model_len=-1, num_kvcache_blocks=None, max_num_seqs=1)
+    tokens = (25 << 20) / (2 * 2 * 2 * 16 * 4)  # layers, K and V, heads, their size, bytes
+    assert 0.99 * tokens < llm.engine.runner.max_model_len < tokens
+    assert len(llm.generate([[1] * 60], GREEDY, use_tqdm=False)[0]["token_ids"]) == 24
+
+
+def test_the_size_of_the_cache_is_logged(directory, caplog):
+    caplog.set_level("INFO", "nanovllm")
+    runner = make(directory, num_kvcache_blocks=20).engine.runner
+    size = runner.cache_size
+    assert size.num_bytes == sum(2 * cache.k[:20].nbytes for cache in runner.paged.caches)
+    assert str(size) == "KV cache: 320 tokens (20 x 16, 0.00 GiB), 2.5 sequences of 128 tokens at a time"
+    assert str(size) in caplog.text
+    size = CacheSize(1234, 256, 36 << 30, 40960, num_devices=2)
+    assert str(size) == (
+        "KV cache: 315,904 tokens (1,234 x 256, 36.00 GiB on each of 2 devices), 7.7 sequences of 40,960 tokens at a"
+        " time"
+    )
+
+
 @pytest.mark.parametrize("given", ["auto", -1])
 def test_the_longest_sequence_that_fits(tmp_path, caplog, given):
     """Bounded by the model, or by the cache; without a warning, since nothing else was asked for."""
@@ -121,9 +158,17 @@ def test_the_longest_sequence_that_fits(tmp_path, caplog, given):
 
 def test_too_little_memory_for_the_cache(directory):
     refused(
-        OutOfCacheMemory, directory, "MiB are missing", "for 1,000,000,000 blocks", "kvcache_block_size",
+        OutOfCacheMemory, directory, "MiB are missing", "for 1,000,000,000 blocks",
+        "lower num_kvcache_blocks, max_model_len, max_num_seqs", 'set kv_cache_dtype="fp8", or end other programs',
         device="cpu", num_kvcache_blocks=10**9,
     )  # fmt: skip
+
+
+def test_the_faq_has_the_remedies_of_the_error():
+    remedies = [kv_cache_remedy(EngineConfig("m"), on_gpu) for on_gpu in (False, True)]
+    (row,) = [line for line in (ROOT / "docs/faq.md").read_text().splitlines() if "the KV cache needs" in line]
+    names = {name for remedy in remedies for name in re.findall(r"\b[a-z]+_[a-z_]+\b", remedy)}
+    assert len(names) == 6 and names == set(re.findall(r"\b[a-z]+_[a-z_]+\b", row))
 
 
 def test_the_cache_is_no_larger_than_useful(directory):

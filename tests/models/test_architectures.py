@@ -103,6 +103,19 @@ def test_which_frequencies_of_long_rope_are_used_is_said(name, told, made, caplo
     assert (said in caplog.text) is told
 
 
+def test_by_default_a_server_has_the_frequencies_of_long_rope_for_short_contexts(tmp_path, caplog):
+    """As vLLM: `auto` is then the original training's length, and the model's own is named."""
+    architecture, config = VARIANTS["phi3-long"]
+    tiny.save(tmp_path, architecture, **config)
+    caplog.set_level("INFO", "nanovllm")
+    options = dict(max_model_len="auto", skip_tokenizer_init=True, num_kvcache_blocks=20, kvcache_block_size=16)
+    runner = LLM(tmp_path, **options).engine.runner
+    assert runner.max_model_len == LONG_FROM and "is beyond" not in caplog.text
+    longest = runner.limits.model_len
+    assert longest > LONG_FROM and f"pass up to {longest} for long contexts" in caplog.text
+    assert f"max_model_len is {LONG_FROM}, the original training's; the model's limit is {longest}" in caplog.text
+
+
 def test_layers_of_every_kind_are_run_before_a_capture(made):
     """A kernel for a window is another than one for full attention."""
     for name, kinds in ("smollm3-windows", 2), ("gemma3", 3), ("qwen2-windows", 2), ("mistral-window", 2):

@@ -34,7 +34,7 @@ class Running:
         found = None
         while not found and (line := self.process.stderr.readline()):
             self.said.append(line)
-            found = re.search(r"tiny on cpu, float32, at (http://127\.0\.0\.1:\d+) ", line)
+            found = re.search(r"tiny on cpu, float32, context [^a]*, at (http://127\.0\.0\.1:\d+) ", line)
         assert found, self.said
         self.url = found[1]
         self._reader = threading.Thread(target=lambda: self.said.extend(self.process.stderr), daemon=True)

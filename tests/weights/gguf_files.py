@@ -106,7 +106,7 @@ def write(
         "attention.value_length": HEAD_DIM, "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 50000.0,
     }  # fmt: skip
     for key, value in (keys | extra).items():
-        key = f"{arch}.{key}" if key in keys or not key.startswith(("tokenizer.", "split.")) else key
+        key = f"{arch}.{key}" if key in keys or not key.startswith(("tokenizer.", "split.", "general.")) else key
         if isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, str):

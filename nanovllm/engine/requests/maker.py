@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
@@ -30,6 +32,7 @@ class RequestMaker:
         constraints: makes the constraints of sequences. None: they are only checked, since another maker's requests
             are computed.
         first_id: the first request's id.
+        sampling_defaults: what differs from the defaults of `SamplingParams` for requests that bring none.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class RequestMaker:
         seed: int | None,
         constraints: ConstraintMaker | None = None,
         first_id: int = 0,
+        sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
+        self.default_params = SamplingParams(**sampling_defaults)
         self.prompts = PromptReader(tokenizer, vocab_size, max_model_len)
         self.decoder = None if tokenizer is None else TextDecoder(tokenizer)
         self._tokenizer = tokenizer
@@ -68,7 +73,7 @@ class RequestMaker:
             seed: 64 bits, in place of the parameters' seed.
             with_text: False: the request has token ids alone; its stop strings are another's task.
         """
-        params = SamplingParams() if params is None else params
+        params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(
                 f"{names[1]}={brief(params)}: must be SamplingParams, not {type(params).__name__}; pass for example"
