@@ -48,7 +48,8 @@ ENGINE_ARGUMENTS = table(
      " max_long_partial_prefills long_prefill_token_threshold prefill_schedule_interval"
      " scheduler_reserve_full_isl watermark"),
     ("use max_num_batched_tokens", (None,), "max_num_scheduled_tokens chunked_prefill_size"),
-    ("the engine logs no statistics", None, "disable_log_stats disable_log_requests enable_log_requests"
+    ("the engine logs no requests", None, "disable_log_requests enable_log_requests"),
+    ("the engine logs no statistics", None, "disable_log_stats"
      " show_hidden_metrics_for_version collect_detailed_traces aggregate_engine_logging kv_cache_metrics"
      " kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics"
      " enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats"

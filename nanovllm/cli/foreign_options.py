@@ -44,8 +44,9 @@ SERVER_ARGUMENTS = table(
     ("tool calls are found by the chat template", None, "enable_auto_tool_choice tool_call_parser tool_parser_plugin"
      " exclude_tools_when_tool_choice_none"),
     ("reasoning is found by the chat template", None, "enable_reasoning reasoning_parser"),
-    ("requests are not logged unless --access-log is given", None, "uvicorn_log_level disable_uvicorn_access_log"
-     " disable_access_log_for_endpoints max_log_len enable_log_outputs log_level_http"),
+    ("requests are not logged unless --access-log is given", None, "disable_log_requests enable_log_requests"
+     " uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints max_log_len enable_log_outputs"
+     " log_level_http"),
     ("there are no such routes", None, "disable_fastapi_docs enable_server_load_tracking enable_offline_docs"),
     ("usage is in every answer; a stream has it if stream_options asks for it", None, "enable_force_include_usage"
      " enable_prompt_tokens_details enable_cache_report"),

@@ -100,7 +100,7 @@ def _serve_options(
     return ServeOptions(
         model_names=names, api_keys=access.keys(), cors_origins=tuple(access.cors_origin or ()),
         metrics_prefix=reports.metrics_prefix, chat_template=chat.template(), chat_template_kwargs=chat.variables(),
-        **bounds,
+        stats_interval=0.0 if reports.disable_log_stats else ServeOptions.stats_interval, **bounds,
     )  # fmt: skip
 
 

@@ -289,6 +289,9 @@ class ReportOptions:
     metrics_prefix: Annotated[str, _option("The prefix of metrics that vLLM has as well.")] = "vllm:"
     otlp_endpoint: Annotated[str | None, _option("Send a trace span of each request to this address.")] = None
     access_log: Annotated[bool, _option("Log every answer.")] = False
+    disable_log_stats: Annotated[
+        bool, typer.Option("--disable-log-stats", help="No line with rates and the queue every 10 s of work.")
+    ] = False
     log_json: Annotated[bool, _option("Write logs as JSON.")] = False
     log_level: Annotated[str, _option("debug, info, warning or error.")] = "warning"
 
@@ -325,5 +328,5 @@ class RayOptions:
         from nanovllm.serve.ray_options import ReplicaOptions
 
         given = vars(self) | vars(reports)
-        del given["ray_address"], given["metrics_prefix"]
+        del given["ray_address"], given["metrics_prefix"], given["disable_log_stats"]
         return ReplicaOptions(**given)

@@ -22,6 +22,7 @@ from nanovllm.serve.other_routes import instead_of
 from nanovllm.serve.request_params import as_api_error
 from nanovllm.serve.responses import responses
 from nanovllm.serve.service import Service
+from nanovllm.serve.stats_log import StatsLog
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("nanovllm.serve.access")
@@ -77,6 +78,7 @@ class App:
     def __init__(self, service: Service) -> None:
         self.service = service
         self._lag_timer: asyncio.TimerHandle | None = None
+        self._stats = StatsLog(service.engine, service.metrics)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -93,8 +95,11 @@ class App:
         gc.freeze()  # a collection need not look at all that importing and loading has made
         self.service.engine.attach()
         self._watch_lag()
+        if self.service.leads and self.service.options.stats_interval:
+            self._stats.start(self.service.options.stats_interval)
         await send({"type": "lifespan.startup.complete"})
         await receive()
+        self._stats.stop()
         if self._lag_timer is not None:
             self._lag_timer.cancel()
         await send({"type": "lifespan.shutdown.complete"})

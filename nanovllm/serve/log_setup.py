@@ -41,6 +41,7 @@ def logging_thread(level: int, as_json: bool, access: bool) -> Iterator[None]:
     handler.setFormatter(stream.formatter)  # the stream formats; here it says what this process logs (`logs_json`)
     before, root.handlers = root.handlers, [handler]
     root.setLevel(level)
+    logging.getLogger("nanovllm.serve.stats").setLevel(logging.INFO if level <= logging.WARNING else level)
     logging.getLogger("nanovllm.serve.access").setLevel(logging.INFO if access else logging.WARNING)
     listener = logging.handlers.QueueListener(records, stream)  # type: ignore[arg-type]
     listener.start()

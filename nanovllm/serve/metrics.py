@@ -181,6 +181,12 @@ class Metrics:
     def lagged(self, seconds: float) -> None:
         self._lag.observe(seconds)
 
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """(prompt tokens, output tokens) of all steps that this process has heard of."""
+        output = self._counters["generation_tokens",]
+        return int(self._iteration.counted()[1]) - output, output
+
     # ------------------------------------------------------------------------------------------------ what is written
 
     def counts(self, requests_open: int) -> Counts:

@@ -51,6 +51,8 @@ class ServeOptions:
     """Seconds of silence after which a stream gets a comment, so that proxies keep it open."""
     stall_timeout: float = 120.0
     """Seconds without a step, while the engine has work, after which /health is 503."""
+    stats_interval: float = 10.0
+    """Seconds between two lines in the log with rates and the queue, while there is work; 0: none."""
     drain: float = 30.0
     """Seconds that running requests have after SIGTERM or SIGINT."""
     cors_origins: tuple[str, ...] = ()
@@ -70,10 +72,18 @@ class ServeOptions:
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
-        for name in ("queue_timeout", "receive_timeout", "send_timeout", "ping_interval", "stall_timeout", "drain"):
-            value = getattr(self, name)
-            if not math.isfinite(value) or value < (0 if name == "drain" else 0.001):
-                least = "of at least 0" if name == "drain" else "above 0"
+        for name in (
+            "queue_timeout",
+            "receive_timeout",
+            "send_timeout",
+            "ping_interval",
+            "stall_timeout",
+            "stats_interval",
+            "drain",
+        ):
+            value, may_be_zero = getattr(self, name), name in ("stats_interval", "drain")
+            if not math.isfinite(value) or value < (0 if may_be_zero else 0.001):
+                least = "of at least 0" if may_be_zero else "above 0"
                 raise ValueError(f"{name}={value!r}: must be a number of seconds {least}")
         if self.max_per_key is not None and self.max_per_key < 1:
             raise ValueError(f"max_per_key={self.max_per_key!r}: must be at least 1; leave it out for any number")

@@ -60,7 +60,9 @@ class Service:
         self._grammars = FairThread("grammar-checks")
         self.generated: Callable[[Generation], None] | None = None
         """Called with every generation that has ended; for traces."""
-        if siblings is None or siblings.leads:  # every API process hears of every step; one counts them
+        self.leads = siblings is None or siblings.leads
+        """Whether this API process counts the steps and logs their statistics."""
+        if self.leads:  # every API process hears of every step; one counts them
             engine.on_outputs = self.metrics.stepped
 
     @property
