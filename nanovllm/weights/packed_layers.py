@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 
 from nanovllm.kernels import Kernels
+from nanovllm.kernels.op.selection import fastest_that_cannot_run
 from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.moe import StackedMatrices
 from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, bytes_and_weights
@@ -22,6 +23,9 @@ from nanovllm.weights.quantization.storage import PlaneError, StoredShard
 from nanovllm.weights.safetensors_files import WeightError
 
 logger = logging.getLogger(__name__)
+
+_FUSED_PRODUCTS = {"linear_packed_silu_and_mul", "linear_packed_add_rms_norm"}
+"""Ops that take packed weights of every form."""
 
 Place = tuple[str, str, str]
 """Where a checkpoint's tensor belongs: module, parameter, shard."""
@@ -247,6 +251,19 @@ class PackedLayers:
         if self._planes.labels and self._keep:
             nbytes, weights = bytes_and_weights(self._model)
             logger.info("weights take %.3f GB, %.2f bits each", nbytes / 1e9, 8 * nbytes / max(1, weights))
+            warn_of_slower_providers(self._model, self._kernels, self.device)
+
+
+def warn_of_slower_providers(model: nn.Module, kernels: Kernels, device: torch.device) -> None:
+    """Warn once if products with packed weights cannot run on the fastest provider of this GPU."""
+    packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
+    if device.type != "cuda" or not packed:
+        return
+    ops = {matrix.op for weight in packed for matrix in weight.matrices} | _FUSED_PRODUCTS
+    for reason in fastest_that_cannot_run(kernels.providers, ops & kernels.providers.keys(), device):
+        logger.warning(
+            "quantised weights are slower than they could be, with equal results within rounding: %s", reason
+        )
 
 
 def log_form(planes: ShardPlanes, what_then: str) -> None:

@@ -71,6 +71,15 @@ def test_the_compose_file():
     assert (DEPLOY / services["nanovllm"]["build"]["context"] / services["nanovllm"]["build"]["dockerfile"]).is_file()
 
 
+def test_the_containerfile_has_what_the_cuda_kernels_are_compiled_with():
+    """As `nanovllm.kernels.cuda.build.toolchain_reason` asks for: nvcc, a C++ compiler, ninja and setuptools."""
+    lines = (DEPLOY / "Containerfile").read_text().splitlines()
+    (base,) = [line for line in lines if line.startswith("FROM ")]
+    assert re.search(r"nvidia/cuda:\S+-devel-", base)
+    installed = " ".join(line for line in lines if not line.startswith("#")).split()
+    assert {"g++", "ninja", "setuptools", "python3-dev"} <= set(installed)
+
+
 def test_the_containerfile_installs_extras_that_exist():
     text = (DEPLOY / "Containerfile").read_text() + (DEPLOY / "kuberay.yaml").read_text()
     project = (DEPLOY.parent / "pyproject.toml").read_text()

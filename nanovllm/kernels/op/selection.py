@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -158,6 +158,24 @@ def ranked_providers(declared: OpDeclaration, device: torch.device, plugins: Seq
     return sorted(
         available, key=lambda p: (p is not first, preferred.index(p.name) if p.name in preferred else len(preferred))
     )
+
+
+def fastest_that_cannot_run(providers: Mapping[str, str], names: Collection[str], device: torch.device) -> list[str]:
+    """Of ops whose provider is not the fastest measured on this GPU: each op, its provider and why, in words.
+
+    Args:
+        providers: op -> the provider that is selected.
+        names: the ops to look at.
+    """
+    ops, named = all_ops(), from_environment()
+    places: dict[str, list[str]] = {}
+    for name in sorted(names):
+        first = ops[name].providers.get(_preferred(ops[name], device, ())[0])
+        if first is None or providers[name] == first.name or wanted_providers(ops[name], named)[1]:
+            continue
+        if (reason := first.support(device)) is not None:
+            places.setdefault(reason, []).append(f"{name} runs on {providers[name]}, not on {first.name}")
+    return [f"{'; '.join(places[reason])}: {reason}" for reason in places]
 
 
 def why_selected(declared: OpDeclaration, device: torch.device, plugins: Sequence[str] = ()) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
 from nanovllm.kernels.op.provider import NATIVE
-from nanovllm.kernels.op.selection import decorated_kernels, ranked_providers, why_selected
+from nanovllm.kernels.op.selection import decorated_kernels, fastest_that_cannot_run, ranked_providers, why_selected
 
 CPU = torch.device("cpu")
 
@@ -301,6 +301,20 @@ def test_the_order_and_its_reason(rms_norm, monkeypatch):
     assert "on a CPU the reference runs" in why_selected(rms_norm, CPU)
     monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast")
     assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in why_selected(rms_norm, CPU)
+
+
+def test_a_fastest_provider_that_cannot_run_is_named_with_its_reason(rms_norm, monkeypatch, measured):
+    gpu = torch.device("cuda", 0)
+    softmax = all_ops()["softmax"]
+    why_not = "it needs a GPU; plug one in"
+    monkeypatch.setitem(softmax.providers, "elsewhere", Provider("elsewhere", double_rows, lambda device: why_not))
+    measured(rms_norm=["elsewhere", "fast", NATIVE], softmax=["elsewhere", NATIVE], silu_and_mul=[NATIVE])
+    selected = {"rms_norm": "fast", "softmax": NATIVE, "silu_and_mul": NATIVE}
+    assert fastest_that_cannot_run(selected, selected, gpu) == [
+        f"rms_norm runs on fast, not on elsewhere; softmax runs on native, not on elsewhere: {why_not}"
+    ]
+    monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast")  # who names a provider knows it
+    assert fastest_that_cannot_run(selected, ["rms_norm", "silu_and_mul"], gpu) == []
 
 
 def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, monkeypatch, measured):
