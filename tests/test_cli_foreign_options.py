@@ -1,5 +1,7 @@
 """Options of vLLM's and SGLang's servers, given to `nanovllm serve` and to the commands that load a model."""
 
+import re
+
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -156,3 +158,14 @@ def test_an_option_that_serve_alone_has_is_named(command, option):
     done = CliRunner().invoke(app, f"{command} {option}".split())
     name = option.split()[0].partition("=")[0]
     assert str(done.exception) == f"{name}: this command lacks it; `nanovllm serve` has it, and in Python LLM(...)"
+
+
+def test_all_wrong_options_of_a_line_are_named_at_once():
+    """Those of other engines and those that nobody knows; the values of unknown options are not looked at."""
+    line = "serve --enable-lora --quantisation fp8 --kv-cache-dtyp=fp8 --data-parallel-size 2 --api-key x"
+    said = str(CliRunner().invoke(app, line.split()).exception).splitlines()
+    assert [words.split(":")[0] for words in said[:2]] == ["--enable-lora", "--data-parallel-size"]
+    assert [re.search("--[a-z-]+", words)[0] for words in said[2:]] == ["--quantisation", "--kv-cache-dtyp"]
+    assert "--quantization" in said[2]
+    one = CliRunner().invoke(app, "serve MODEL --quantisation fp8 --port many".split())
+    assert one.exit_code == 2 and "No such option: --quantisation" in one.output and "Usage: " in one.output

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from nanovllm.arguments import name_options
 from nanovllm.console import say
 
-_UsageError: Any = typer.BadParameter.__base__
+UsageError: Any = typer.BadParameter.__base__
 """Unknown options and commands, missing and wrong values; typer has no public name for it."""
 
 _EXPECTED = {
@@ -29,7 +29,7 @@ def errors_of_usage_folded() -> Iterator[None]:
     """Errors of usage that the block raises end the program; on a terminal their lines end between words."""
     try:
         yield
-    except _UsageError as e:
+    except UsageError as e:
         text = io.StringIO()
         e.show(text)
         say(text.getvalue().rstrip("\n"), sys.stderr)

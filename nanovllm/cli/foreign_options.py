@@ -11,6 +11,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from nanovllm.cli.command_group import UsageError
 from nanovllm.console import say
 from nanovllm.foreign_arguments import ENGINE_ARGUMENTS, ForeignArgument, table
 
@@ -148,9 +149,26 @@ class EngineCommand(TyperCommand):
         if "--served-model-name" in known:
             args = _with_each_name(args)
         taken = list(self._without_foreign(args, known, refused))
-        if refused:
-            raise ValueError("\n".join(refused))
-        return super().parse_args(ctx, taken)
+        unknown: list[Any] = []
+        while True:
+            try:
+                parsed = super().parse_args(ctx, list(taken))
+                break
+            except UsageError as error:
+                # An unknown option is taken away, to find further ones. What else is wrong may follow from that.
+                name = getattr(error, "option_name", None)
+                place = next((i for i, arg in enumerate(taken) if arg.partition("=")[0] == name), None)
+                if place is None and not refused and not unknown:
+                    raise
+                if place is None:
+                    break
+                unknown.append(error)
+                del taken[place]
+        if len(unknown) == 1 and not refused:
+            raise unknown[0]
+        if refused or unknown:
+            raise ValueError("\n".join([*refused, *(error.format_message() for error in unknown)]))
+        return parsed
 
     def answer_to(self, name: str) -> ForeignArgument | None:
         """What is said of an option that this command lacks; name: as an argument in Python."""
