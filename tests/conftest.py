@@ -12,6 +12,7 @@ import pytest
 
 from nanovllm.weights.demo_model import DemoModelError, demo_model_path
 from tests.interpreter import quicken
+from tests.warm_python import WarmPython, started
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -208,6 +209,12 @@ def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "tiny-qwen3"
     tiny.save(path, "qwen3", seed=5)
     return path
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    with started() as python:
+        yield python
 
 
 @pytest.fixture(scope="session")

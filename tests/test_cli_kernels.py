@@ -9,7 +9,7 @@ import typer
 
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.cpu.build import cpu_support
-from tests.commands import run, run_here
+from tests.commands import run_here
 from tests.providers import registered
 
 
@@ -161,10 +161,11 @@ def no_mask(x):
 
 
 @pytest.mark.slow
-def test_kernels_verify_finds_a_store_without_a_mask(tmp_path):
+def test_kernels_verify_finds_a_store_without_a_mask(tmp_path, warm_python):
     pytest.importorskip("triton")
     (tmp_path / "plugin.py").write_text(NO_MASK)
-    done = run("kernels", "verify", "softmax", "--kernel-plugin", str(tmp_path / "plugin.py"), "--provider", "no_mask")
+    command = "-m", "nanovllm", "kernels", "verify", "softmax", "--provider", "no_mask", "--kernel-plugin"
+    done = warm_python.run(*command, tmp_path / "plugin.py")
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert re.search(r"^softmax +no_mask +\d+ +\d+ +- crashed$", done.stdout, re.M), done.stdout
     said = " ".join(done.stdout.split())

@@ -1,8 +1,5 @@
 """What `test_custom_kernels.py` prints beside its measurements, which need a GPU."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -34,11 +31,11 @@ def test_the_largest_shape_is_the_one_with_the_most_bytes(capsys):
     assert "71.0" in printed and "2.00" in printed and "25.0" not in printed
 
 
-def test_the_script_needs_no_pytest():
+def test_the_script_needs_no_pytest(warm_python):
     code = (
         "import sys; sys.modules['pytest'] = None; import test_custom_kernels as script; print(len(script.PAIRS) > 30)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = warm_python.run("-c", code)
     assert done.stdout == "True\n", done.stderr
 
 

@@ -19,16 +19,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.warm_python import WarmPython
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHOWN_DIRECTORY = "~/my-kernel"  # stands for the directory that the commands run in
 _BLOCK = re.compile(r"^```(?P<info>[^`\n]*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 # As pip writes it.
-CONSOLE_SCRIPT = "#!{}\nfrom nanovllm.__main__ import main\nif __name__ == '__main__':\n    main()\n"
+CONSOLE_SCRIPT = "from nanovllm.__main__ import main\nif __name__ == '__main__':\n    main()\n"
 _EXPORT = re.compile(r"export (\w+)=(\S+)")
 
 
@@ -92,14 +93,17 @@ def _normal(line: str) -> str:
 class Workplace:
     """A directory in which a document's blocks run one after the other, sharing files and exported variables."""
 
-    def __init__(self, directory: Path, has: Mapping[str, Callable[[], bool]]) -> None:
+    def __init__(self, directory: Path, has: Mapping[str, Callable[[], bool]], python: WarmPython) -> None:
         """has: whether there is what the words "gpu" and "model" stand for."""
         self._directory, self._has = directory, has
         programs = directory.parent / f"{directory.name}-bin"
         for path in (directory, programs):
             path.mkdir(parents=True, exist_ok=True)
-        self._program(programs / "nanovllm", CONSOLE_SCRIPT.format(sys.executable))
-        self._program(programs / "python", f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        script = directory.parent / f"{directory.name}-script.py"
+        script.write_text(CONSOLE_SCRIPT)
+        python.program(programs / "nanovllm", str(script))
+        python.program(programs / "python")
+        self._python = python.path
         unset = ("TRITON_INTERPRET", "NANOVLLM_KERNELS", "NANOVLLM_KERNEL_TABLES")
         self._environment = {k: v for k, v in os.environ.items() if k not in unset}
         self._environment |= {
@@ -121,7 +125,7 @@ class Workplace:
             path.write_text(block.text)
             return []
         if block.language == "python":
-            done = self._call([sys.executable, "-"], block, input=block.text)
+            done = self._call([self._python, "-"], block, input=block.text)
             assert done.returncode == 0, f"{where}: {done.stdout}{done.stderr}"
             return [("python", [], done.stdout)]
         assert block.language in ("console", "text"), (
@@ -149,11 +153,6 @@ class Workplace:
         return subprocess.run(
             command, cwd=self._directory, env=environment, input=input, capture_output=True, text=True, timeout=600
         )
-
-    @staticmethod
-    def _program(path: Path, text: str) -> None:
-        path.write_text(text)
-        path.chmod(0o755)
 
 
 def check(page: Path, place: Workplace, outputs: bool = True) -> None:

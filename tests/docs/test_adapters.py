@@ -16,8 +16,8 @@ def section(title):
 
 
 @pytest.mark.slow
-def test_its_code_runs(tmp_path):
-    place = Workplace(tmp_path / "work", NEEDS)
+def test_its_code_runs(tmp_path, warm_python):
+    place = Workplace(tmp_path / "work", NEEDS, warm_python)
     printed = "".join(text for block in blocks(PAGE) if place.runs(block) for *_, text in place.run(block))
     shown = re.search(r"On a CPU the report says `(.*?)`", section("torch.compile"))[1]
     # Inductor's cache may have the graph of an earlier run, which is not given to the pass.

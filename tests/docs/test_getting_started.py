@@ -1,8 +1,5 @@
 """The Python blocks of docs/getting-started.md and of README.md run, one after the other in one process."""
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.docs.runnable_markdown import NEEDS, REPOSITORY, blocks
@@ -12,7 +9,7 @@ def code(path) -> str:
     return "\n".join(b.text for b in blocks(path.read_text()) if b.language == "python")
 
 
-def test_their_code_runs():
+def test_their_code_runs(warm_python):
     if not NEEDS["model"]():
         pytest.skip("needs the demo model")
     guide = code(REPOSITORY / "docs" / "getting-started.md")
@@ -20,8 +17,6 @@ def test_their_code_runs():
     readme = code(REPOSITORY / "README.md")
     assert '"Qwen/Qwen3-0.6B"' in readme and "max_tokens=64" in readme
     readme = readme.replace('"Qwen/Qwen3-0.6B"', "demo_model_path()").replace("max_tokens=64", "max_tokens=4")
-    done = subprocess.run(
-        [sys.executable, "-c", guide + readme], cwd=REPOSITORY, capture_output=True, text=True, timeout=600
-    )
+    done = warm_python.run("-c", guide + readme, cwd=REPOSITORY, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout

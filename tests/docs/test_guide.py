@@ -11,8 +11,8 @@ from tests.docs.translations import CHAPTERS, COURSE
 pytestmark = pytest.mark.slow
 
 
-def test_every_block(tmp_path):
-    place = Workplace(tmp_path / "work", {**NEEDS, "nvcc": lambda: shutil.which("nvcc") is not None})
+def test_every_block(tmp_path, warm_python):
+    place = Workplace(tmp_path / "work", {**NEEDS, "nvcc": lambda: shutil.which("nvcc") is not None}, warm_python)
     for chapter in CHAPTERS:  # later ones use the files of earlier ones
         check(chapter, place)
 

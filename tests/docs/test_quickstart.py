@@ -8,9 +8,9 @@ from tests.docs.update import QUICKSTART
 
 
 @pytest.mark.slow
-def test_every_block(tmp_path):
+def test_every_block(tmp_path, warm_python):
     """If a new output is right: python -m tests.docs.update."""
-    check(QUICKSTART, Workplace(tmp_path / "work", NEEDS))
+    check(QUICKSTART, Workplace(tmp_path / "work", NEEDS, warm_python))
 
 
 def test_what_the_document_has_to_have():

@@ -6,22 +6,20 @@ it.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from tests.docs.runnable_markdown import NEEDS, REPOSITORY, Workplace, blocks
+from tests.warm_python import WarmPython, started
 
 QUICKSTART = REPOSITORY / "docs" / "CUSTOM_KERNEL_QUICKSTART.md"
 KERNELS = REPOSITORY / "docs" / "kernels.md"
 TABLE_MARKERS = ("<!-- nanovllm kernels table -->\n", "<!-- end of table -->\n")
 
 
-def printed_table() -> str:
+def printed_table(python: WarmPython) -> str:
     """What `nanovllm kernels table` prints."""
-    command = [sys.executable, "-m", "nanovllm", "kernels", "table"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout
+    return python.run("-m", "nanovllm", "kernels", "table", check=True, cwd=REPOSITORY).stdout
 
 
 def embedded_table(document: str) -> str:
@@ -29,9 +27,9 @@ def embedded_table(document: str) -> str:
     return document.split(TABLE_MARKERS[0])[1].split(TABLE_MARKERS[1])[0]
 
 
-def with_outputs(document: str, directory: Path) -> str:
+def with_outputs(document: str, directory: Path, python: WarmPython) -> str:
     """The document with what its commands print on this machine. Output goes in where some was shown before."""
-    place = Workplace(directory, NEEDS)
+    place = Workplace(directory, NEEDS, python)
     pieces, end = [], 0
     for block in blocks(document):
         if not place.runs(block):
@@ -54,12 +52,13 @@ def _is_noise(line: str) -> bool:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        QUICKSTART.write_text(with_outputs(QUICKSTART.read_text(), Path(directory) / "work"))
+    with tempfile.TemporaryDirectory() as directory, started() as python:
+        QUICKSTART.write_text(with_outputs(QUICKSTART.read_text(), Path(directory) / "work", python))
+        table = printed_table(python)
     document = KERNELS.read_text()
     before, rest = document.split(TABLE_MARKERS[0])
     after = rest.split(TABLE_MARKERS[1])[1]
-    KERNELS.write_text(before + TABLE_MARKERS[0] + printed_table() + TABLE_MARKERS[1] + after)
+    KERNELS.write_text(before + TABLE_MARKERS[0] + table + TABLE_MARKERS[1] + after)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Groups are timed in every way, compared and kept."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,9 +60,9 @@ assert row.unfused.seconds > 0 and row.compile.seconds is None and row.compile.r
 
 
 @pytest.mark.slow
-def test_a_missing_compiler_of_inductor_is_a_row():
+def test_a_missing_compiler_of_inductor_is_a_row(warm_python):
     # In a process of its own: Inductor remembers what it has found out about compilers.
-    done = subprocess.run([sys.executable, "-c", WITHOUT_A_COMPILER], cwd=REPO, capture_output=True, text=True)
+    done = warm_python.run("-c", WITHOUT_A_COMPILER, cwd=REPO)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

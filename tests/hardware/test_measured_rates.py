@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -178,7 +176,7 @@ def test_a_slow_dtype_is_not_repeated_for_minutes():
     assert measured_rates.least([slow], repeats=20, clock=lambda: now[0]) == 2.0 and now[0] == 2.0
 
 
-def test_kernels_read_everything_and_follow_the_ring():
+def test_kernels_read_everything_and_follow_the_ring(warm_python):
     """In Triton's interpreter, which must be chosen before Triton is imported."""
     pytest.importorskip("triton")
     code = (
@@ -190,4 +188,5 @@ def test_kernels_read_everything_and_follow_the_ring():
         "read_kernel[4,](x, out, 11, 3, BLOCK=READ_BLOCK, num_warps=8)\n"
         "assert out.sum() == 3 * x.sum(), (out, x.sum())"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=600, env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = warm_python.run("-c", code, timeout=600, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr

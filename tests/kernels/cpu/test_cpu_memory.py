@@ -2,7 +2,6 @@
 
 import mmap
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -85,8 +84,8 @@ assert torch.equal(matrix.product(x[:5]), want)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_product_without_memory_is_an_error():
+def test_a_product_without_memory_is_an_error(warm_python):
     """An exception of C++ that reaches Python ends the process."""
-    done = subprocess.run([sys.executable, "-c", NO_MEMORY], capture_output=True, text=True)
+    done = warm_python.run("-c", NO_MEMORY)
     said = "the C++ kernels: the system has no memory left for the step; set max_num_batched_tokens to less\n"
     assert (done.returncode, done.stdout) == (0, said), done.stderr[-2000:]

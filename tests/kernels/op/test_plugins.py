@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -220,10 +219,10 @@ def test_a_model_runs_with_a_plugin_and_not_with_one_that_fails(plugin, tmp_path
     assert calls == [3, 1] + [1, 1] * 3  # three prompt tokens, of which the last layer has the last; then three more
 
 
-def test_a_provider_object_says_where_it_comes_from():
+def test_a_provider_object_says_where_it_comes_from(warm_python):
     assert Provider("it", print).origin is None
     code = (  # in a process of its own: other tests register providers of plugins
         "from nanovllm.kernels import all_ops\n"
         "print({p.origin for declared in all_ops().values() for p in declared.providers.values()})"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "{None}\n"
+    assert warm_python.run("-c", code).stdout == "{None}\n"

@@ -2,8 +2,6 @@
 
 import inspect
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -211,14 +209,14 @@ def mine(gate_up):
 
 @pytest.mark.parametrize("cell, call", [(CELL, "tripled"), (PROVIDER_CELL, "silu_and_mul")])
 @pytest.mark.parametrize("prompt", [True, False])
-def test_a_cell_of_a_notebook_can_be_run_again(cell, call, prompt, tmp_path):
+def test_a_cell_of_a_notebook_can_be_run_again(cell, call, prompt, warm_python):
     """In a script, two providers or ops of a name are a mistake still."""
     program = f"import sys, torch\n{'sys.ps1 = 1' if prompt else ''}\n"
     for factor in (2, 3):
         use = "torch.ops.nanovllm.tripled(x), " if call == "tripled" else ""
         program += cell.format(factor=factor) + f"x = torch.zeros(1, 4) + 1\nwith {call}.use('mine'):\n    "
         program += f"print([y.flatten()[0].item() for y in ({use}{call}(x),)])\n"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = warm_python.run("-c", program)
     values = [line.strip("[]").split(", ") for line in done.stdout.splitlines()]
     first, second = ("2.0", "3.0") if call == "tripled" else ("3.0", "4.0")
     if prompt:

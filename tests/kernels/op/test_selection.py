@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -226,7 +224,7 @@ def test_a_provider_that_cannot_be_imported_is_named(rms_norm, monkeypatch):
         resolve_kernels(CPU, True, {"rms_norm": ["gone"]})
 
 
-def test_a_triton_that_cannot_be_imported_is_a_reason(tmp_path):
+def test_a_triton_that_cannot_be_imported_is_a_reason(tmp_path, warm_python):
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(
         "raise ImportError('libcuda.so.1: cannot open shared object file')"
@@ -246,7 +244,7 @@ except ValueError as error:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(root)))}
     reason = "Triton is installed but cannot be imported (ImportError: libcuda.so.1"
     for command in ([program], ["-m", "nanovllm", *"kernels verify rms_norm --quick --timeout 0".split()]):
-        done = subprocess.run([sys.executable, *command], env=environment, cwd=root, capture_output=True, text=True)
+        done = warm_python.run(*command, env=environment, cwd=root)
         assert done.returncode == 0 and reason in done.stdout, done.stdout + done.stderr
 
 

@@ -1,8 +1,6 @@
 """How a kernel failed, in words: the line of the kernel, not of what it calls, and what to do."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -64,7 +62,7 @@ def test_an_error_within_a_function_of_triton_is_of_the_line_that_calls_it():
     assert said.endswith("; convert to float32 first: x.to(tl.float32)")
 
 
-def said_of(expressions, runs, folder):
+def said_of(expressions, runs, folder, python):
     """What is said of a kernel with each of these expressions: all by one process."""
     pytest.importorskip("triton")
     for i, how in enumerate(expressions):
@@ -73,7 +71,7 @@ def said_of(expressions, runs, folder):
         f"import runpy\nfor i in range({len(expressions)}):\n    runpy.run_path(f'it{{i}}.py')\n    print('end')\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": str(int(runs is INTERPRETED))}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=folder, env=environment)
+    done = python.run("-c", program, cwd=folder, env=environment)
     *said, last = done.stdout.split("end\n")
     assert len(said) == len(expressions) and not last, done.stdout + done.stderr
     return said
@@ -82,22 +80,24 @@ def said_of(expressions, runs, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("runs, begin", [(INTERPRETED, "ValueError: Expected dtype ['fp32', 'fp64'] but got bf16, at "),
                                          (COMPILED, "the kernel does not compile: ")])  # fmt: skip
-def test_a_dtype_that_a_function_of_triton_does_not_take(runs, begin, tmp_path):
+def test_a_dtype_that_a_function_of_triton_does_not_take(runs, begin, tmp_path, warm_python):
     lines = {
         "tl.exp(narrow)": "tl.store(y + i, tl.exp(narrow), i < n)",
         "tl.sigmoid(narrow)": "tl.store(y + i, tl.sigmoid(narrow), i < n)", "act(narrow)": "return x * tl.sigmoid(x)",
     }  # fmt: skip
-    for said, line in zip(said_of(lines, runs, tmp_path), lines.values(), strict=True):
+    for said, line in zip(said_of(lines, runs, tmp_path, warm_python), lines.values(), strict=True):
         assert said.startswith(begin) and f"`{line}`" in said, said
         assert said.endswith("; convert to float32 first: x.to(tl.float32)\n")
 
 
 @pytest.mark.slow
-def test_a_function_that_triton_does_not_have(tmp_path):
+def test_a_function_that_triton_does_not_have(tmp_path, warm_python):
     remedies = {
         "tl.sigmoidd(tl.load(x + i))": "did you mean 'sigmoid'?",
         "torch.sigmoid(tl.load(x + i))":
             "a kernel calls functions of triton.language, such as tl.sigmoid, not of torch",
     }  # fmt: skip
-    for said, (how, remedy) in zip(said_of(remedies, INTERPRETED, tmp_path), remedies.items(), strict=True):
+    for said, (how, remedy) in zip(
+        said_of(remedies, INTERPRETED, tmp_path, warm_python), remedies.items(), strict=True
+    ):
         assert f"`tl.store(y + i, {how}, i < n)`; {remedy}\n" in said, said

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -90,13 +88,13 @@ if hasattr(language, "atomic_load"):  # from some version of Triton on
 
 
 @pytest.fixture(scope="module")
-def failures(tmp_path_factory):
+def failures(tmp_path_factory, warm_python):
     """What `verify` finds in each kernel: its failures, by the name of its body."""
     path = tmp_path_factory.mktemp("races") / "sums.py"
     path.write_text(IMPORTS + "".join(OP.format(name=f"sums_{n}", body=body) for n, body in BODIES.items()))
-    command = [sys.executable, "-m", "nanovllm", "kernels", "verify", "sums_", "--kernel-plugin", str(path)]
+    command = ["-m", "nanovllm", "kernels", "verify", "sums_", "--kernel-plugin", path]
     options = ["--device", "cpu", "--provider", "mine", "--timeout", "0", "--json", "-"]
-    done = subprocess.run(command + options, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    done = warm_python.run(*command, *options, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 1, done.stderr
     return {row["op"].removeprefix("sums_"): row["failures"] for row in json.loads(done.stdout)}
 
