@@ -1,6 +1,8 @@
 """`nanovllm kernels export` and `import` as a user runs them."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -10,9 +12,9 @@ from tests.adapters.flashinfer_bench.documents import RIGHT, WRONG, solution
 from tests.adapters.flashinfer_bench.test_importing import write
 
 
-@pytest.fixture
-def command(warm_python):
-    return lambda *arguments: warm_python.run("-m", "nanovllm", "kernels", *map(str, arguments))
+def command(*arguments):
+    program = [sys.executable, "-m", "nanovllm", "kernels", *map(str, arguments)]
+    return subprocess.run(program, capture_output=True, text=True)
 
 
 def test_export_prints_the_files(tmp_path):
@@ -41,7 +43,7 @@ def test_wrong_arguments(arguments, said, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_import_verifies_and_times(tmp_path, command):
+def test_import_verifies_and_times(tmp_path):
     write(tmp_path, [solution("right", RIGHT)])
     done = command("import", tmp_path, "--seed", 1, "--save", tmp_path / "plugin.py")
     assert done.returncode == 0, done.stderr
@@ -49,7 +51,7 @@ def test_import_verifies_and_times(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_import_of_what_is_wrong_crashes_or_hangs(tmp_path, command):
+def test_import_of_what_is_wrong_crashes_or_hangs(tmp_path):
     crashing, hanging = "import os\nos._exit(7)\n", "def run(x, y, factor):\n    while True: pass\n"
     codes = {"wrong": WRONG, "crashing": crashing, "hanging": hanging}
     write(tmp_path, [solution(name, code) for name, code in codes.items()])
@@ -61,7 +63,7 @@ def test_import_of_what_is_wrong_crashes_or_hangs(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_import_of_what_ends_the_benchmark(tmp_path, command):
+def test_import_of_what_ends_the_benchmark(tmp_path):
     """It is right in the five calls that are compared."""
     code = "import os\n\nn = []\n\n\ndef run(x, y, factor):\n    n.append(0)\n    len(n) > 5 and os._exit(7)\n"
     write(tmp_path, [solution("ends", f"{code}    return x * factor + y\n")])

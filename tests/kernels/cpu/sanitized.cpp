@@ -25,8 +25,9 @@ static std::vector<uint8_t> packed(Threads* threads, int32_t format, int64_t row
     return to;
 }
 
-static void products_of_every_format(Threads* threads) {
-    for (int32_t format = f32; format <= LAST_FORMAT; format++)
+// Threads share the work in the same way for every format: `step` 1 is all formats.
+static void products(Threads* threads, int32_t step) {
+    for (int32_t format = f32; format <= LAST_FORMAT; format += step)
         for (int32_t parts : {1, EXACT_PARTS})
             for (int64_t rows : {1, 16, 37})
                 for (int64_t columns : {256, 768, 1024, 77}) {
@@ -39,6 +40,7 @@ static void products_of_every_format(Threads* threads) {
                     std::vector<float> out(2 * columns);
                     nanovllm_rows(threads, &w, ids.data(), 2, out.data());
                     for (int64_t count : {1, 2, 3, 7, 8, 9, 15, 17, 53}) {
+                        if (rows != 37 && (columns == 768 || (count > 3 && count < 53))) continue;
                         std::vector<float> result(count * rows);
                         std::vector<float> x = floats(count * columns);
                         if (count % 2) x[rand() % x.size()] = NAN, x[rand() % x.size()] = INFINITY;
@@ -136,9 +138,9 @@ static void tasks_without_memory(Threads* threads) {
         }
 }
 
-int main() {
+int main(int argc, char** argv) {
     Threads* threads = nanovllm_threads(3);
-    products_of_every_format(threads);
+    products(threads, argc > 1 ? std::atoi(argv[1]) : 1);
     for (int32_t weights : {f32, bf16}) steps(threads, weights);
     samples(threads);
     calls_at_the_same_time(threads);

@@ -109,7 +109,7 @@ def test_gradients_are_those_of_a_plain_call(name):
     # Of those that `opcheck` traces below, it compares the gradients as well: one of each kind is compiled here.
     traced = name.startswith("moe_experts") or (name in TRACEABLE and name not in OF_EACH_KIND)
     ways = [getattr(torch.ops.nanovllm, name)] + ([] if traced else [compiled])
-    for arguments in cases(op):
+    for arguments in list(cases(op))[0 if name in OF_EACH_KIND else -1 :]:
         want = gradients(call, op, arguments)
         assert (want is None) == (name in ("sample", "apply_token_bitmask"))
         for fn in ways:

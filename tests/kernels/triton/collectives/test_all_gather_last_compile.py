@@ -26,7 +26,7 @@ def launches(dtype, n, padding, rows):
 @pytest.mark.parametrize("dtype, n, padding, aligned", SHAPES)
 def test_launches(tmp_path, dtype, n, padding, aligned):
     for name, kernel, args, options in launches(dtype, n, padding, 8):
-        for capability in CAPABILITIES:
+        for capability in CAPABILITIES if dtype == torch.bfloat16 else [90]:
             binary = compiled(kernel, args, options, capability)
             ptx = binary.asm["ptx"]
             assert resources(binary, tmp_path)[1:] == (0, 0), name

@@ -44,7 +44,7 @@ def calls(dtype, width, rows):
 @pytest.mark.parametrize("dtype, width", [(torch.bfloat16, 4096), (torch.float16, 5120), (torch.float32, 1024)])
 def test_launches(tmp_path, dtype, width):
     for name, kernel, args, options in launches_of(calls(dtype, width, 8)):
-        for capability in CAPABILITIES:
+        for capability in CAPABILITIES if dtype == torch.bfloat16 else [90]:
             binary = compiled(kernel, args, options, capability)
             ptx = binary.asm["ptx"]
             assert "ld.volatile.global" in ptx, name  # other kernels write what it waits for

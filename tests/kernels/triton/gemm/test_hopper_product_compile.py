@@ -15,7 +15,7 @@ from tests.kernels.triton.compiled import compiled, launches_of, resources, tens
 
 COMPILED = [
     (8, 4096, 1024, {}), (8, 24576, 4096, {"gated": True}), (32, 1024, 3072, {"split": True}),
-    (64, 6144, 4096, {"bias": True}), (96, 24576, 4096, {"gated": True}), (160, 6144, 1024, {"gated": True}),
+    (64, 6144, 4096, {"bias": True}), (160, 6144, 1024, {"gated": True}),
     (192, 4096, 12288, {"split": True}), (256, 6144, 1024, {"gated": True}),
 ]  # fmt: skip
 

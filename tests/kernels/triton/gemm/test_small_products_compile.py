@@ -35,9 +35,11 @@ def cases():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability, turn", [(90, slice(None)), (80, slice(0, None, 3)), (100, slice(1, None, 3))])
+@pytest.mark.parametrize(
+    "capability, turn", [(90, slice(0, None, 2)), (80, slice(0, None, 3)), (100, slice(1, None, 3))]
+)
 def test_compiles_without_spills_and_reads_weights_before_the_wait(capability, turn, tmp_path):
-    """Every kernel on sm_90; the others take turns."""
+    """Every kernel, and half of the launches on sm_90; elsewhere they take turns."""
     distinct = {}
     for name, kernel, args, options in launches_of(cases()):
         named, warps = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90}, options["num_warps"]

@@ -52,11 +52,11 @@ def distinct(launches):
     return list(found.values())
 
 
-# Of bfloat16 every launch on sm_90; the others take turns, as in test_rows_compile.
+# Every kernel; of bfloat16 half of the launches on sm_90. The others take turns, as in test_rows_compile.
 @pytest.mark.parametrize(
     "dtype, capability, features, turns",
     [
-        (torch.bfloat16, 90, (True, True), slice(None)), (torch.bfloat16, 80, (False, False), slice(0, None, 8)),
+        (torch.bfloat16, 90, (True, True), slice(0, None, 2)), (torch.bfloat16, 80, (False, False), slice(0, None, 8)),
         (torch.bfloat16, 100, (True, True), slice(1, None, 8)), (torch.float32, 90, (True, True), slice(2, None, 8)),
     ],
 )  # fmt: skip

@@ -47,13 +47,13 @@ def fp8_cases(dtype):
 @pytest.mark.parametrize(
     "dtype, capability, turn",
     [
-        (torch.bfloat16, 90, slice(None)), (torch.bfloat16, 80, slice(0, None, 8)),
+        (torch.bfloat16, 90, slice(0, None, 2)), (torch.bfloat16, 80, slice(0, None, 8)),
         (torch.bfloat16, 100, slice(1, None, 8)), (torch.float32, 90, slice(2, None, 8)),
     ],
     ids=str,
 )  # fmt: skip
 def test_no_spills_and_wide_loads(dtype, capability, turn, tmp_path):
-    """Every launch of bfloat16 on sm_90; elsewhere every kernel, whose launches take turns."""
+    """Every kernel; of bfloat16 half of the launches on sm_90. Elsewhere they take turns."""
     distinct = {}
     for name, kernel, args, options in launches_of([*cases(dtype), *(fp8_cases(dtype) if dtype.itemsize == 2 else ())]):
         named = dict(zip(kernel.arg_names, args)) | {"PDL": capability >= 90}

@@ -95,11 +95,11 @@ def attention_cases(t):
     yield "embedding", lambda: ops.embedding(slots, t(1000, 1024))
 
 
-# Of bfloat16 every launch on sm_90; elsewhere every kernel, whose launches take turns.
+# Every kernel; of bfloat16 half of the launches on sm_90. Elsewhere they take turns.
 BF16, F32 = torch.bfloat16, torch.float32
 TURNS = {
-    (BF16, 90): slice(None), (BF16, 80): slice(0, None, 7), (BF16, 100): slice(1, None, 7),
-    (F32, 90): slice(2, None, 5), (F32, 80): slice(3, None, 7), (F32, 100): slice(5, None, 7),
+    (BF16, 90): slice(0, None, 2), (BF16, 80): slice(0, None, 7), (BF16, 100): slice(1, None, 7),
+    (F32, 90): slice(2, None, 5), (F32, 80): slice(3, None, 7),
 }  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def test_no_spills_and_wide_accesses(cases, dtype, capability, tmp_path):
         assert wide(ptx, "st") or narrow or few, f"{name}: no 16-byte store"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_dropout_moves_nothing_between_threads(dtype):
     """It has its random words where it needs them, and draws a counter (19 products) for eight elements."""
     t = tensors(dtype)
@@ -142,7 +142,7 @@ def test_dropout_moves_nothing_between_threads(dtype):
 
 
 def small_cases(t):
-    for size in (1, 2, 3):
+    for size in (1, 2):
         yield f"silu_and_mul of {size}", lambda n=size: ops.silu_and_mul(t(1, 2 * n))
         yield f"gelu of {size}", lambda n=size: ops.fused_activation(t(1, n), "gelu_tanh")
         for approximate in ("none", "tanh"):

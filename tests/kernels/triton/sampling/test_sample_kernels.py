@@ -94,7 +94,7 @@ def test_blocks_of_more_than_one_random_counter(vocab_size):
 @pytest.mark.parametrize("filters", ["k", "p", "kp"])
 def test_equal_logits(filters):
     # Few values, so that both thresholds fall on ties, whose lowest ids top-p keeps.
-    for vocab_size in (1000, 6000 if DEVICE == "cpu" else 100_000):
+    for vocab_size in (6000,) if DEVICE == "cpu" else (1000, 100_000):
         for levels in (1, 3, 40):
             g = torch.Generator().manual_seed(levels)
             logits = (torch.randint(levels, (ROWS, vocab_size), generator=g).float() / 8 - 2).to(DEVICE)
