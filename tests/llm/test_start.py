@@ -107,13 +107,15 @@ def test_the_model_bounds_the_length(tmp_path, caplog):
     assert llm.engine.runner.max_model_len == 48 and "lowered to 48, the model's limit" in caplog.text
 
 
-def test_a_model_of_a_billion_positions_is_served_as_far_as_the_cache_reaches(tmp_path, caplog, monkeypatch):
+def test_a_model_of_many_positions_is_served_as_far_as_the_cache_reaches(tmp_path, caplog, monkeypatch):
     """The rotary table, which is made before the cache, is no longer than the cache could be."""
-    tiny.save_with_tokenizer(tmp_path, max_position_embeddings=10**9)
+    tiny.save_with_tokenizer(tmp_path, max_position_embeddings=10**7)
     caplog.set_level("INFO", "nanovllm")
-    llm = make(tmp_path, max_model_len="auto", num_kvcache_blocks=4)
+    llm = make(tmp_path, max_model_len="auto", num_kvcache_blocks=4, use_custom_kernels=False)
     assert llm.engine.runner.max_model_len == 64
-    assert "max_model_len is 64, the KV cache's size; the model's limit is 1000000000" in caplog.text
+    tables = [table for name, table in llm.engine.runner.model.named_buffers() if "cos_sin" in name]
+    assert tables and {len(table) for table in tables} == {64}
+    assert "max_model_len is 64, the KV cache's size; the model's limit is 10000000" in caplog.text
     assert len(llm.generate([[1] * 60], GREEDY, use_tqdm=False)[0]["token_ids"]) == 4
     llm.close()
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 100 << 20)  # of which a cache on a CPU takes a quarter
