@@ -106,7 +106,8 @@ def compiler() -> str:
 
 def flags() -> tuple[str, ...]:
     """The compiler's flags. $NANOVLLM_CPU_ARCH names the processor to compile for, such as "x86-64-v3": AVX2 alone."""
-    return (*FLAGS, f"-march={os.environ.get('NANOVLLM_CPU_ARCH') or 'native'}")
+    arch = os.environ.get("NANOVLLM_CPU_ARCH")
+    return (*FLAGS, *([f"-march={arch}"] if arch else prebuilt.processor_flags(cpu_features())))
 
 
 def library_path() -> Path:

@@ -265,7 +265,7 @@ def test_older_and_newer_compilers_take_the_sources(compiler):
         pytest.skip(f"there is no {compiler}")
     for source in ("library.cpp", "products.cpp"):
         command = [
-            compiler, *build.FLAGS, "-march=native", "-DNANOVLLM_PARTS=1", "-DNANOVLLM_PART=0", "-fsyntax-only",
+            compiler, *build.flags(), "-DNANOVLLM_PARTS=1", "-DNANOVLLM_PART=0", "-fsyntax-only",
             Path(build.__file__).parent / source,
         ]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True)

@@ -22,6 +22,7 @@ SKYLAKE_SERVER = f"{HASWELL} avx512f avx512dq avx512cd avx512bw avx512vl"
 ICE_LAKE = f"{SKYLAKE_SERVER} avx512_vnni"
 SAPPHIRE_RAPIDS = f"{ICE_LAKE} avx_vnni avx512_bf16 amx_bf16 amx_tile amx_int8"
 GRAVITON_2 = "Features\t: fp asimd asimdhp asimddp"
+WITH_DOT_PRODUCTS = ("-march=armv8.2-a+dotprod+fp16",)
 
 
 @pytest.fixture
@@ -64,6 +65,23 @@ def test_a_processor_takes_the_best_library_that_it_can_run(directory, features,
     paths = {v.name: add(directory, v.name) for v in prebuilt.VARIANTS}
     assert prebuilt.library_for(KEY, features, machine) == paths.get(name)
     assert (prebuilt.lacking(KEY, features, machine) is None) == (name is not None or machine == "riscv64")
+
+
+@pytest.mark.parametrize(
+    "features, machine, flags",
+    [
+        (GRAVITON_2, "aarch64", WITH_DOT_PRODUCTS), ("arm64", "arm64", WITH_DOT_PRODUCTS),  # Linux, macOS
+        ("Features : fp asimd", "aarch64", ("-march=native",)), (ICE_LAKE, "x86_64", ("-march=native",)),
+    ],
+)  # fmt: skip
+def test_flags_on_arm64_name_its_dot_products(monkeypatch, features, machine, flags):
+    """Compilers leave them out of `native` for some processors."""
+    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(build, "cpu_features", lambda: features)
+    monkeypatch.delenv("NANOVLLM_CPU_ARCH", raising=False)
+    assert build.flags() == (*build.FLAGS, *flags)
+    monkeypatch.setenv("NANOVLLM_CPU_ARCH", "armv9-a")
+    assert build.flags() == (*build.FLAGS, "-march=armv9-a")
 
 
 def test_a_library_of_other_sources_is_not_taken(directory):
