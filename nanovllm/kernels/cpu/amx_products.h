@@ -61,8 +61,10 @@ inline void add_products(const Line* low, const Line* high, const Split* x, int6
 template <int P, int PARTS, bool IS_SCALED, bool MINIMUM>
 class AmxTiles {
    public:
-    static constexpr int CHUNK = P == 1 ? 16 : 4;  // groups: those of 32 tokens stay in the first-level cache for all tiles
-    static constexpr int MOST = 16;                // tiles that are multiplied at once
+    // Groups: those of 32 tokens stay in the first-level cache for all tiles. Scaled ones have sums of their own there, so
+    // fewer fit. Others are added up over a chunk: another number of groups changes the last bits.
+    static constexpr int CHUNK = P == 1 ? 16 : IS_SCALED ? 2 : 4;
+    static constexpr int MOST = 16;  // tiles that are multiplied at once
 
     // Tiles to multiply at once, an even number: they stay in a second-level cache of 2 MiB, which all processors with AMX
     // have, beside 32 tokens. The more they are, the less often activations come from the third level.
