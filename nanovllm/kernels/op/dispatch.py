@@ -14,9 +14,9 @@ import torch
 from nanovllm.arguments import did_you_mean
 from nanovllm.kernels.op import torch_library
 from nanovllm.kernels.op.declaration import OpDeclaration
-from nanovllm.kernels.op.provider import NATIVE, Provider, bind
+from nanovllm.kernels.op.provider import NATIVE, Provider
 from nanovllm.kernels.op.registry import add_op, current_plugin
-from nanovllm.kernels.op.selection import default_choice, fall_back_to_native
+from nanovllm.kernels.op.selection import default_choice, fall_back_to_native, forced_function
 
 
 class Op(OpDeclaration):
@@ -75,7 +75,7 @@ class Op(OpDeclaration):
             reason = self.refusal(provider, *bound.args, **bound.kwargs)
         if reason is not None:
             raise ValueError(f"use({forced!r}): the provider of {self.name} does not take these arguments: {reason}")
-        return self._traced(bound) if traced else self._call(provider, bind(self.name, provider), bound, fresh)
+        return self._traced(bound) if traced else self._call(provider, forced_function(self, provider), bound, fresh)
 
     def _call(self, provider: Provider, fn: Callable[..., Any], bound: inspect.BoundArguments, fresh: bool) -> Any:
         if not fresh or not self.reuses:

@@ -33,6 +33,7 @@ from nanovllm.kernels.op.priority import (
 )
 from nanovllm.kernels.op.provider import NATIVE, Provider, bind
 from nanovllm.kernels.op.registry import all_ops
+from nanovllm.kernels.op.result_check import checking_first
 from nanovllm.kernels.op.selected_kernels import Kernels
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,15 @@ def fall_back_to_native(declared: OpDeclaration, provider: str, reason: str) -> 
     return fn
 
 
+def forced_function(declared: OpDeclaration, provider: Provider) -> Callable[..., Any]:
+    """The function of a provider that a `with op.use(...)` block names."""
+    known, fn = declared.resolved_calls.get(("use", provider.name), (None, None))
+    if fn is None or known is not provider:
+        fn = checking_first(declared, provider, bind(declared.name, provider))
+        declared.resolved_calls["use", provider.name] = provider, fn
+    return fn
+
+
 def _warn(declared: OpDeclaration, provider: str, reason: str) -> None:
     logger.warning("%s: %s does not take these arguments (%s); using native", declared.name, provider, reason)
 
@@ -266,7 +276,7 @@ def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[
 
 def _function(declared: OpDeclaration, provider: Provider) -> Callable[..., Any]:
     """The provider's function; with `accepts`, one that calls the reference for arguments that it does not take."""
-    fn = bind(declared.name, provider)
+    fn = checking_first(declared, provider, bind(declared.name, provider))
     if provider.accepts is None:
         return fn
     native = bind(declared.name, Provider(NATIVE, declared.native))

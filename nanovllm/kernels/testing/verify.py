@@ -15,10 +15,11 @@ import torch
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.inputs import Arguments, Inputs, Shape, Tensors, copy_of, written
 from nanovllm.kernels.op.provider import KernelError, Provider
+from nanovllm.kernels.op.result_check import result_name, unlike_results, unlike_tensor
 from nanovllm.kernels.testing.crash_report import what_failed
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
 from nanovllm.kernels.testing.race_watch import race_watch
-from nanovllm.wording import are, counted
+from nanovllm.wording import are
 
 _FEW, _ROW, _LARGE = 8, 16, 3.0
 
@@ -167,23 +168,10 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
             return Verdict(case, failure=f"wrote to its argument {name}; write to a new tensor, torch.empty_like(...)")
     if declared.compare is not None:
         return Verdict(case, failure=declared.compare(got, arguments, case.dtype))
-    if (unlike := _unlike_results(got, len(expected) - len(declared.mutates))) is not None:
+    if (unlike := unlike_results(got, len(expected) - len(declared.mutates))) is not None:
         return Verdict(case, failure=unlike)
     results = [*results_of(got), *(given[name] for name in declared.mutates)]
     return _compare(declared, case, results, expected, arguments)
-
-
-def _unlike_results(got: Any, wanted: int) -> str | None:
-    """What is wrong with the number of tensors that a provider returned, or None."""
-    tensors = "None" if not wanted else "a tensor" if wanted == 1 else f"a tuple of {wanted} tensors"
-    if got is None:
-        return None if not wanted else f"returned None instead of {tensors}: is a `return` missing?"
-    results = [got] if not isinstance(got, (tuple, list)) else got
-    other = next((r for r in results if not isinstance(r, torch.Tensor)), None)
-    if other is not None:
-        inside = "" if results[0] is got else f" in a {type(got).__name__}"
-        return f"returned a {type(other).__name__}{inside} instead of {tensors}"
-    return None if len(results) == wanted else f"returned {counted(len(results), 'tensor')} instead of {tensors}"
 
 
 def verify_case(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
@@ -231,11 +219,10 @@ def _compare(
     worst, where = 0.0, ""
     tolerance = declared.tolerance[case.dtype]
     for i, (got, want) in enumerate(zip(results, expected), 1):
-        name = "the result" if len(results) == 1 else f"result {i} of {len(results)}"
-        if got.shape != want.shape:
-            return Verdict(case, failure=f"{name} has shape {list(got.shape)} instead of {list(want.shape)}")
-        if _is_float(want) and got.dtype != case.dtype and got.element_size() > 1:
-            return Verdict(case, failure=f"{name} has dtype {got.dtype} instead of {case.dtype}".replace("torch.", ""))
+        name = result_name(i, len(results))
+        dtype = case.dtype if _is_float(want) and got.element_size() > 1 else None
+        if (unlike := unlike_tensor(name, got, want.shape, dtype)) is not None:
+            return Verdict(case, failure=unlike)
         if not got.numel():
             continue
         if not _is_float(want):
@@ -246,7 +233,8 @@ def _compare(
         if declared.cancels and want.shape[-1] < _FEW:
             magnitude = max(magnitude, _magnitude(arguments))
         errors = _errors(got.double(), want.double(), tolerance, magnitude, torch.finfo(case.dtype))
-        for error, description in zip(errors, (f"{name} at", f"the root of the mean square of {name}'s errors in row")):
+        row = f"the root of the mean square of {name}'s errors in row"
+        for error, description in zip(errors, (f"{name} at", row)):
             largest = float(error.max())
             if largest > max(worst, 1.0):
                 where = _describe_worst(description, error, got, want)
@@ -259,7 +247,9 @@ def _describe_worst(what: str, error: torch.Tensor, got: torch.Tensor, want: tor
     wrong = int((error > 1).sum())
     if error.dim() < want.dim():
         row = f"{what} {list(at)}" if at else what.removesuffix(" in row")
-        return f"{row}; {wrong} of {error.numel()} rows {are(wrong)} wrong"
+        off = float((got.double() - want.double())[at].square().mean().sqrt())
+        allowed = f"{off:.2g}, allowed {off / float(error[at]):.2g}"
+        return f"{row} is {allowed}; {wrong} of {error.numel()} rows {are(wrong)} wrong"
     counts = f"{wrong} of {error.numel()} elements {are(wrong)} wrong"
     return f"{what} {list(at)} is {got[at]:.6g} instead of {want[at]:.6g}; {counts}"
 
