@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import os
 import select
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from nanovllm.early_exit import INTERRUPTED, QuickExit, leave_quietly, raise_when_loaded
 from nanovllm.status_process import CountingProcess
@@ -183,7 +184,7 @@ class StatusLine:
                 process counts them where PyTorch is still to be imported, else a thread.
         """
         self._end_count()
-        if not sys.stderr.isatty():
+        if not self._visible():
             return
         self._shown = True
         self.said = text, timed
@@ -193,8 +194,10 @@ class StatusLine:
             self._process = CountingProcess(lambda seconds: self._print(f"{text} {seconds} s"))
         elif timed:
             self._ended = threading.Event()
-            arguments = (text, time.monotonic(), self._ended)
-            threading.Thread(target=self._count, args=arguments, daemon=True, name="status line").start()
+            arguments = (self._count, text, time.monotonic(), self._ended)
+            # In this context a notebook knows the cell that the line belongs to.
+            run = contextvars.copy_context().run
+            threading.Thread(target=run, args=arguments, daemon=True, name="status line").start()
 
     def clear(self) -> None:
         """Take the line away, before something else is printed."""
@@ -221,10 +224,38 @@ class StatusLine:
                 self._ended.set()
             self._ended = None
 
-    @staticmethod
-    def _print(text: str) -> None:
+    def _visible(self) -> bool:
+        return sys.stderr.isatty()
+
+    def _print(self, text: str) -> None:
         line = f"{erased_line()}{text[: shutil.get_terminal_size().columns - 1]}"
         print(line, end="", file=sys.stderr, flush=True)
+
+
+class CellOutput:
+    """An output of a notebook's cell that is replaced in place: a line of text, which needs no widgets."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    @staticmethod
+    def possible() -> bool:
+        """Whether this is a notebook."""
+        if "IPython" not in sys.modules:
+            return False
+        from rich.console import Console
+
+        return Console(stderr=True).is_jupyter
+
+    def show(self, text: str) -> None:
+        """Replace the output."""
+        from IPython.display import display
+
+        data = {"text/plain": text}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 _STATUS = threading.Lock()

@@ -68,8 +68,9 @@ ENGINE_ARGUMENTS = table(
      " use_v2_block_manager scheduler_delay_factor num_lookahead_slots disable_async_output_proc scheduler_cls"
      " worker_cls worker_extension_cls stream_interval disable_cascade_attn block_allocator"
      " disable_hybrid_kv_cache_manager prefix_match_unit"),
-    ("safetensors files are copied straight to the device", None, "safetensors_load_strategy use_tqdm_on_load"
-     " ignore_patterns safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location"
+    ("LLM alone shows how far a model is loaded", None, "use_tqdm_on_load"),
+    ("safetensors files are copied straight to the device", None, "safetensors_load_strategy ignore_patterns"
+     " safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location"
      " low_cpu_mem_usage"),
     ("the prefix cache is keyed BLAKE2b", None, "prefix_caching_hash_algo"),
     ("the prefix cache keeps every full block until its memory is needed", None, "prefix_cache_retention_interval"),
@@ -99,7 +100,7 @@ ENGINE_ARGUMENTS = table(
      " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
      " enable_elastic_ep enable_ep_weight_filter ubatch_size enable_eplb pp_size ep_size"
      " enable_batch_sharded_sampling num_redundant_experts"),
-    ("a model is split by tensor_parallel_size alone, so this has no effect", None, "data_parallel_backend"
+    ("a model is split by tensor_parallel_size alone", None, "data_parallel_backend"
      " data_parallel_address data_parallel_rpc_port dcp_comm_backend dcp_kv_cache_interleave_size"
      " cp_kv_cache_interleave_size all2all_backend dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config"
      " expert_placement_strategy dcp_q_replicate dp_sync_interval eplb_window_size eplb_step_interval"
@@ -109,13 +110,13 @@ ENGINE_ARGUMENTS = table(
      "enable_return_routed_experts"),
     ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb kv_offloading_size"
      " offload_backend offload_group_size"),
-    ("weights stay on the device, so this has no effect", None, "cpu_offload_params kv_offloading_backend"
+    ("weights stay on the device", None, "cpu_offload_params kv_offloading_backend"
      " offload_num_in_group offload_prefetch_step offload_params"),
     ("images, audio and video are not supported; send text", _OFF, "mm_processor_kwargs"
      " media_io_kwargs enable_mm_embeds interleave_mm_strings allowed_local_media_path allowed_media_domains"
      " mm_encoder_only mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
      " mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate enable_multimodal_encoder_data_parallel"),
-    ("images, audio and video are not supported, so this has no effect", None, "limit_mm_per_prompt"
+    ("images, audio and video are not supported", None, "limit_mm_per_prompt"
      " mm_processor_cache_gb mm_processor_cache_type disable_mm_preprocessor_cache mm_shm_cache_max_object_size_mb"
      " skip_mm_profiling language_model_only mm_encoder_tp_mode mm_encoder_fp8_scale_save_margin renderer_num_workers"
      " mm_tensor_ipc mm_ipc_gpu_memory_gb disable_chunked_mm_input mm_hasher_algorithm video_pruning_method"
@@ -124,12 +125,13 @@ ENGINE_ARGUMENTS = table(
      " mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode"
      " enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend kda_prefill_backend"
      " use_replayssm mamba_ssu_algorithm"),
-    ("models with state-space layers are not supported, so this has no effect", None, "mamba_backend"
+    ("models with state-space layers are not supported", None, "mamba_backend"
      " replayssm_buffer_len"),
     ("weights cannot be replaced while an engine runs; make a new LLM", _OFF, "weight_transfer_config"),
     ("the engine generates text; leave it out: embeddings, scores and rewards are not supported",
      (None, "auto", "generate"), "task runner convert override_pooler_config pooler_config"),
-    ("llguidance constrains outputs", None, "guided_decoding_backend guided_decoding_disable_fallback"
+    ("outputs are constrained by llguidance, which is the only backend", None, "guided_decoding_backend"
+     " guided_decoding_disable_fallback"
      " guided_decoding_disable_any_whitespace structured_outputs_config"
      " guided_decoding_disable_additional_properties"),
     ("reasoning is found by the chat template; in Python use the parsers of nanovllm.chat", None, "reasoning_parser"
@@ -165,8 +167,9 @@ ENGINE_ARGUMENTS = table(
      " attention_config kernel_config use_cudagraph attn_implementation"
      " attn_backend moe_backend linear_backend ir_op_priority override_attention_dtype"
      " enable_bf16x3_router_gemm use_fp64_gumbel"),
+    ("steps are made for latency and throughput alike", None, "performance_mode"),
     ("models are not compiled; enforce_eager decides whether there are CUDA graphs", None, "compilation_config"
-     " optimization_level performance_mode enable_flashinfer_autotune kv_sharing_fast_prefill"),
+     " optimization_level enable_flashinfer_autotune kv_sharing_fast_prefill"),
     ("the KV cache is sized by gpu_memory_utilization or num_kvcache_blocks", (None,), "kv_cache_memory_bytes"
      " max_memory mem_fraction_static"),
     ("an option of another engine, without a counterpart here; leave it out", _OFF, "additional_config model_impl"

@@ -20,6 +20,7 @@ from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS, NOT_CALLED
 from nanovllm.frontend.progress import ProgressBar
 from nanovllm.frontend.prompt_list import prompt_list
 from nanovllm.frontend.step_loop import StepLoop, Waiter
+from nanovllm.loading_line import LoadingLine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.wording import brief, counted
@@ -30,7 +31,7 @@ class LLM:
 
     Args:
         model: a Hugging Face directory, a hub id, a .gguf file, or with `load_format="dummy"` a preset's name.
-        **kwargs: see `help(nanovllm.config.EngineConfig)`.
+        **kwargs: see `help(nanovllm.config.EngineConfig)`. `use_tqdm_on_load=False` shows no status line meanwhile.
 
     Raises:
         ValueError, TypeError, FileNotFoundError: an argument or the model is wrong; the message says what.
@@ -47,9 +48,10 @@ class LLM:
 
     _closed = False
 
-    def __init__(self, model: str | Path, **kwargs: Any) -> None:
+    def __init__(self, model: str | Path, *, use_tqdm_on_load: bool = True, **kwargs: Any) -> None:
         warn_of_misspelt()
-        self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
+        with LoadingLine(model, disable=not use_tqdm_on_load):
+            self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
         self._loop = StepLoop(self.engine)
         self._added: dict[int, Request] = {}  # by `add_request`; `step` has not returned them yet
 

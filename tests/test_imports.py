@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 LEAVES = {
     "config", "console", "model_config",
     "arguments", "field_docs", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
-    "structured_outputs", "early_exit", "environment", "log_format", "quiet_import", "status_process", "wording",
+    "structured_outputs", "early_exit", "environment", "loading_line", "log_format", "quiet_import", "status_process",
+    "wording",
 }  # fmt: skip
 ALLOWED = {
     "hardware": set(),

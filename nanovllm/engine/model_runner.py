@@ -24,6 +24,7 @@ from nanovllm.engine.model_setup import (
     num_kvcache_blocks,
     report_op_by_op,
     select_dtype,
+    warn_of_interpreter,
     within_blocks,
 )
 from nanovllm.engine.paged_model import PagedModel
@@ -34,6 +35,7 @@ from nanovllm.engine.token_masks import ConstrainedRow
 from nanovllm.garbage_collector import collector_off
 from nanovllm.hardware.devices import on_device
 from nanovllm.kernels import Kernels
+from nanovllm.loading_line import loading_stage
 from nanovllm.models.packed_decoder import why_not_packed
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expanded_layers import expand_layers
@@ -65,7 +67,9 @@ class ModelRunner:
         reason = why_not_packed(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
         if reason:
             report_op_by_op(reason, config, checkpoint, device)
+        warn_of_interpreter(kernels, checkpoint.config, device)
         timer = StartTimer()
+        loading_stage("making random weights" if checkpoint.format == "dummy" else "reading weights", self.device_name)
         with torch.inference_mode(), on_device(device), collector_off(gc.collect) if on_gpu else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
@@ -78,6 +82,7 @@ class ModelRunner:
             self.sampler = Sampler(
                 config.max_num_seqs, checkpoint.config.vocab_size, device, kernels.sample, kernels.apply_token_bitmask
             )
+            loading_stage("sizing the KV cache")
             # Before the KV cache is sized, so that it leaves memory for the static buffers.
             self.fast = FastPaths(config, kernels, self.model, device)
             num_blocks = num_kvcache_blocks(config, self.model, self.sampler, limits)

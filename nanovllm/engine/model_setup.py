@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.config import AUTO, EngineConfig
+from nanovllm.console import warn
 from nanovllm.distributed.group import current_group
 from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, compute_logprobs
 from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
+from nanovllm.kernels import Kernels
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.packed_decoder import NOT_SELECTED, missing_kernels
@@ -64,6 +66,18 @@ def report_op_by_op(reason: str, config: EngineConfig, checkpoint: Checkpoint, d
         logger.warning("the layers run op by op in PyTorch, which is several times slower: %s", missing)
     elif device.type == "cpu":
         logger.info("the layers run op by op: %s", reason)
+
+
+def warn_of_interpreter(kernels: Kernels, model: ModelConfig, device: torch.device) -> None:
+    """Say that steps are slow, where Triton's interpreter runs kernels of a model that is not tiny."""
+    ops = kernels.interpreted() if device.type == "cpu" else []
+    if ops and model.hidden_size * model.num_hidden_layers > _MOST_INTERPRETED:
+        text = f"{', '.join(ops)}: Triton's interpreter runs this in each of the {model.num_hidden_layers} layers"
+        warn(logger, f"{text}, so a token may take many seconds; use a GPU, or a model with fewer and smaller layers")
+
+
+_MOST_INTERPRETED = 20000
+"""Hidden size times layers: more than those of a model of 135 million parameters."""
 
 
 @dataclass(frozen=True)

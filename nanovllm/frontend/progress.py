@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from nanovllm.console import CellOutput
 from nanovllm.engine.requests.request import Request
 from nanovllm.frontend.step_loop import Waiter
 
@@ -40,7 +41,7 @@ class ProgressBar:
             console=console,
             auto_refresh=not console.is_jupyter,
         )
-        self._in_cell = _CellOutput(self._bar) if console.is_jupyter else None
+        self._in_cell = _BarInCell(self._bar) if console.is_jupyter else None
         self._task = self._bar.add_task("", total=len(requests), rate="")
 
     @staticmethod
@@ -53,7 +54,7 @@ class ProgressBar:
 
     def __exit__(self, *_: object) -> None:
         if self._in_cell:
-            self._in_cell.show()
+            self._in_cell.refresh()
             return
         try:
             self._bar.refresh()
@@ -63,7 +64,7 @@ class ProgressBar:
     def show(self) -> None:
         """Called in the `with` block, not on entering it, so that the bar is taken back if an interrupt comes."""
         if self._in_cell:
-            self._in_cell.show()
+            self._in_cell.refresh()
         else:
             self._bar.start()
 
@@ -79,25 +80,20 @@ class ProgressBar:
         rate = f"prompt {prompt / elapsed:.0f} tok/s, output {output / elapsed:.0f} tok/s"
         self._bar.update(self._task, completed=num_finished, rate=rate)
         if self._in_cell:
-            self._in_cell.show()
+            self._in_cell.refresh()
 
 
-class _CellOutput:
-    """The output of a notebook's cell that shows a bar, and is replaced in place."""
+class _BarInCell(CellOutput):
+    """The output of a notebook's cell that shows a bar."""
 
     def __init__(self, bar: Any) -> None:
+        super().__init__()
         self._bar = bar
-        self._handle: Any = None
 
-    def show(self) -> None:
-        from IPython.display import display
+    def refresh(self) -> None:
         from rich.console import Console
 
         console = Console(file=io.StringIO(), width=100, color_system=None, force_jupyter=False)
         with console.capture() as capture:
             console.print(self._bar.get_renderable())
-        data = {"text/plain": capture.get().strip()}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
+        self.show(capture.get().strip())

@@ -32,6 +32,7 @@ from nanovllm.engine.step_result import StepResult
 from nanovllm.hardware.stream_gate import stream_gate
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.op.expansion_plan import ExpansionPlan
+from nanovllm.loading_line import loading_stage
 from nanovllm.models.decoder import DecoderForCausalLM
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ class FastPaths:
         if self._logits is not None:
             self._capture(self._logits, paged, warm_up, timer)
         if enabled.warm_up:
+            loading_stage("making the first steps")
             warm_up.run()
             timer.end("first steps", "made")
 
@@ -149,8 +151,10 @@ class FastPaths:
         decoder = self.decoder if self.enabled.decode_graphs else None
         prefill = self.prefill if self.enabled.prefill_graphs else None
         if self.enabled.warm_up and paged.device.type == "cuda":
+            loading_stage("compiling the Triton kernels")
             warm_up.compile_kernels([partial(r.run_every_shape, logits) for r in (decoder, prefill) if r is not None])
             timer.end("kernels", "compiled")
+        loading_stage("capturing CUDA graphs")
         make = self.policy.graph_backend or CudaGraphs
         backend: GraphBackend = make(paged.device)
         if decoder is not None:

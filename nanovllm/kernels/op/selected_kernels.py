@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from html import escape
 from types import MappingProxyType
 from typing import Any
 
+from nanovllm.kernels.op.availability import triton_support
 from nanovllm.kernels.op.provider import NATIVE, Provider, add_note
 from nanovllm.wording import counted
 
@@ -68,6 +70,11 @@ class Kernels:
             f"{provider} ({', '.join(ops) if len(ops) <= 2 and provider != NATIVE else counted(len(ops), 'op')})"
             for provider, ops in self._groups().items()
         )
+
+    def interpreted(self) -> list[str]:
+        """The ops of Triton kernels that run in Triton's interpreter if the device is a CPU, with their providers."""
+        named = ((op, p) for op, (p, _) in self._chosen.items())
+        return [f"{op} ({p.name})" for op, p in named if inspect.unwrap(p.support) is triton_support]
 
     def name_plugins(self, error: Exception) -> None:
         """Below an error's message, name the plugins that run: a wrong shape or dtype of theirs may be the cause."""

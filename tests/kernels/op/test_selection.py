@@ -2,12 +2,14 @@
 
 import os
 import re
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm.kernels import KernelError, Provider, all_ops, resolve_kernels
+from nanovllm.engine.model_setup import warn_of_interpreter
+from nanovllm.kernels import KernelError, Kernels, Provider, all_ops, resolve_kernels, triton_support
 from nanovllm.kernels.op.provider import NATIVE
 from nanovllm.kernels.op.selection import decorated_kernels, fastest_that_cannot_run, ranked_providers, why_selected
 
@@ -326,3 +328,15 @@ def test_on_a_gpu_the_measured_order_counts_and_then_the_built_in_one(rms_norm, 
     ]:
         measured(**orders)
         assert ranked_providers(rms_norm, gpu)[0].name == first
+
+
+@pytest.mark.parametrize("layers, said", [(28, True), (4, False)])
+def test_a_kernel_that_is_interpreted_in_a_model_that_is_not_tiny_is_a_warning(rms_norm, caplog, layers, said):
+    declared = all_ops()["rms_norm"]
+    mine = Provider("mine", declared.native, triton_support)
+    other = Provider("other", declared.native)
+    kernels = Kernels({"rms_norm": (mine, mine.fn), "softmax": (other, other.fn)})
+    model = types.SimpleNamespace(hidden_size=1024, num_hidden_layers=layers)
+    for device in ("cpu", "cuda"):
+        warn_of_interpreter(kernels, model, torch.device(device))
+    assert [r.message.partition(":")[0] for r in caplog.records] == (["rms_norm (mine)"] if said else [])
