@@ -6,7 +6,7 @@
 Four sections: correctness against the reference in float64, time, peak memory,
 and a profile of the kernels that ran; then one table with a line for each op
 and provider. Without a GPU it verifies through Triton's interpreter, on small
-shapes.
+shapes: all ops take many minutes, so try one op first.
 
 It is a pytest module as well: `pytest test_custom_kernels.py`; pytest needs
 `pip install -e ".[test]"`. There the interpreter is not chosen, and without a
@@ -44,6 +44,7 @@ from nanovllm.wording import counted
 DEVICE = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 PROVIDER = Column("provider", 12)
 NAMES = Column("op", 31), PROVIDER
+_ONE = "python test_custom_kernels.py rms_norm"
 PAIRS = [(op, provider) for op in all_ops().values() for provider in op.providers.values() if op.inputs]
 
 
@@ -67,10 +68,10 @@ def correctness(pairs: list[tuple[Op, Provider]]) -> dict[tuple[str, str], str]:
     print("\n1. Correctness: largest error / tolerance, against the reference in float64")
     table = TablePrinter(*NAMES, Column("error", 5, number=True), Column("verdict", 22))
     status, verdicts = StatusLine(), {}
-    for op, provider in pairs:
-        results = []
+    for i, (op, provider) in enumerate(pairs):
+        results, done = [], f"(done: {i} of {counted(len(pairs), 'provider')})"
         for case in cases(op, full=DEVICE.type == "cuda"):
-            status.show(f"{op.name}, {provider.name}: {case}")
+            status.show(f"{op.name}, {provider.name}: {case} {done}", timed=True)
             results.append(verify_case(op, provider, DEVICE, case))
         status.clear()
         failures = [v for v in results if v.failure]
@@ -99,12 +100,13 @@ def benchmark(pairs: list[tuple[Op, Provider]]) -> list[Measurement]:
     print(f"\n2. Time on {torch.cuda.get_device_name() if DEVICE.type == 'cuda' else where}")
     table = TablePrinter(Column("case", 46), PROVIDER, Column("us", 10, number=True), Column("limit", 5, number=True))
     status, results, shown = StatusLine(), [], ""
-    for op, provider in pairs:
-        if DEVICE.type == "cpu" and provider.name != "native":
-            continue  # the interpreter's time says nothing
+    if DEVICE.type == "cpu":
+        pairs = [(op, p) for op, p in pairs if p.name == "native"]  # the interpreter's time says nothing
+    for i, (op, provider) in enumerate(pairs):
         dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
         for case in list(bench_cases(op, dtype))[: None if DEVICE.type == "cuda" else 1]:
-            status.show(f"{op.name}, {provider.name}: {case}")
+            done = f"(done: {i} of {counted(len(pairs), 'provider')})"
+            status.show(f"timing {op.name}, {provider.name}: {case} {done}", timed=True)
             m = measure(op, provider, case, DEVICE)
             status.clear()
             results.append(m)
@@ -193,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             not_here.setdefault(f"{provider.name}: {why}", []).append(op.name)
     for why, ops in not_here.items():
         print(f"Not run: {why} ({counted(len(ops), 'op')})")
+    if not asked:
+        print(f"{counted(len(pairs), 'provider')}: this takes minutes; `{_ONE}` tests one op", flush=True)
     verdicts = correctness(pairs)
     results = benchmark(pairs)
     peak_memory(results)

@@ -152,24 +152,24 @@ def test_without_custom_kernels_there_is_nothing_to_compare_or_ablate(run):
 PLUGIN = """
 from nanovllm.kernels import silu_and_mul
 
-@silu_and_mul.provider("mine"{support})
+@silu_and_mul.provider("mine")
 def mine(gate_up):
     return silu_and_mul.native(gate_up)
 """
 
 
 def test_a_plugin_is_measured_beside_the_engine_without_it(run, tmp_path):
-    (tmp_path / "mine.py").write_text(PLUGIN.format(support=""))
-    (tmp_path / "off.py").write_text(PLUGIN.format(support=', support=lambda device: "no such machine"'))
+    (tmp_path / "mine.py").write_text(PLUGIN)
     with temporary():
         code, out, record = run(*SMALL, "--kernel-plugin", str(tmp_path / "mine.py"))
     assert code == 0 and [row["variant"] for row in record["rows"]] == ["custom", "plugin"]
     assert [row["about"]["kernels"]["silu_and_mul"] for row in record["rows"]] == ["native", "mine"]
     assert re.search(r"nanovllm with the plugin is [\d.]+x nanovllm without", out)
     with temporary():
-        code, out, record = run(*SMALL, "--kernel-plugin", str(tmp_path / "off.py"))
+        given = ("--kernel-plugin", str(tmp_path / "mine.py"), "--kernels", "silu_and_mul=native")
+        code, out, record = run(*SMALL, *given)
     assert code == 1 and record["rows"][0]["error"] is None
-    assert f"`nanovllm kernels list --kernel-plugin {tmp_path / 'off.py'}` says why" in record["rows"][1]["error"]
+    assert f"`nanovllm kernels list --kernel-plugin {tmp_path / 'mine.py'}` says why" in record["rows"][1]["error"]
 
 
 def test_peers(run):
@@ -214,7 +214,9 @@ def test_a_status_line_says_that_rates_are_measured(run, monkeypatch):
 
     monkeypatch.setattr(benchmark, "StatusLine", Recorder)
     assert run(*SMALL)[0] == 0
-    assert ("starting nanovllm ...", True) in shown
+    assert ("starting nanovllm ...", True) in shown and ("loading nanovllm ...", True) in shown
+    runs = ["warm-up 1 of 1", "run 1 of 2", "run 2 of 2"]
+    assert [text for text in shown if "own-load: " in text[0]] == [(f"own-load: {text} ...", True) for text in runs]
     assert shown[0] == shown[-1] == ("measuring the device's rates ...", True) and len(shown) > 2
 
 

@@ -6,7 +6,8 @@ import re
 import pytest
 
 import bench
-from nanovllm.bench.command_line import MEANT, check_drawing, check_model
+from nanovllm.bench.command_line import MEANT, check_drawing, check_installed, check_model
+from nanovllm.kernels.op.registry import temporary
 from tests.commands import Terminal
 
 
@@ -60,6 +61,31 @@ def test_a_place_that_cannot_be_written_is_said_at_once(tiny_qwen3, tmp_path, ca
         assert bench.main([*common, *([] if "--profile" in arguments else ["--no-profile"]), *arguments]) == 2
         captured = capfd.readouterr()
         assert said in captured.err and captured.err.count("\n") == 1 and not captured.out
+
+
+def test_a_plugin_of_which_nothing_runs_on_this_cpu_is_refused_with_its_reasons(tiny_qwen3, tmp_path, capfd):
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "from nanovllm.kernels import rms_norm\n"
+        "@rms_norm.provider('elsewhere', support=lambda device: 'it needs a GPU; plug one in')\n"
+        "def elsewhere(x, weight, eps):\n    return x\n"
+    )
+    common = ["--model", str(tiny_qwen3), "--device", "cpu", "--in-process", "--workload", "tiny", "--no-profile"]
+    with temporary():
+        assert bench.main([*common, "--kernel-plugin", str(file)]) == 2
+    captured = capfd.readouterr()
+    said = "it has no kernel that can run here: rms_norm, elsewhere: it needs a GPU; plug one in"
+    assert captured.err == f"bench.py: --kernel-plugin {file}: {said}\n" and not captured.out
+
+
+def test_a_peer_that_is_not_installed_is_refused_before_anything_is_measured(tiny_qwen3, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    common = ["--model", str(tiny_qwen3), "--device", "cpu", "--workload", "tiny", "--engine", "sglang"]
+    assert bench.main(common) == 2
+    captured = capfd.readouterr()
+    said = "bench.py: --engine sglang: sglang is not installed; pip install sglang, or name the folder"
+    assert captured.err.startswith(said) and "--engine-path sglang=DIR" in captured.err and not captured.out
+    check_installed(["sglang", "nanovllm"], {"sglang": str(tmp_path), "nanovllm": ""})
 
 
 @pytest.mark.parametrize(

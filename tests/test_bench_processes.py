@@ -138,7 +138,12 @@ def test_an_engine_in_a_process_of_its_own_on_a_gpu():
     rows, said = [], []
     launch = launcher.in_child([sys.executable, str(ROOT / "bench.py")])
     launcher.measure_rows(launch, job, rows.append, lambda kind, content: said.append(kind))
-    assert [(row.workload, row.error) for row in rows] == [("tiny", None)] and said == ["loading", "started"]
+    assert [(row.workload, row.error) for row in rows] == [("tiny", None)] and said == [
+        "loading",
+        "started",
+        "run",
+        "run",
+    ]
     assert rows[0].about["device"] == torch.cuda.get_device_name()
     assert [repeat.output_tokens for repeat in rows[0].repeats] == [tiny.num_requests * tiny.output_len]
 

@@ -292,8 +292,8 @@ class Benchmark:
             self.record.rates = rates
             matmul = _products(rates.matmul)
             say(f"measured on {rates.device}: {rates.bandwidth / 1e9:,.0f} GB/s, {matmul}")
-        elif kind in ("loading", "started"):
-            self.status.show(f"{content} ...")
+        elif kind in ("loading", "started", "run"):
+            self.status.show(f"{'loading ' * (kind == 'loading')}{content} ...", timed=True)
 
     # --------------------------------------------------------------------------------------------- profile and check
 

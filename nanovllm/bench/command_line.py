@@ -8,14 +8,13 @@ import difflib
 import importlib.util
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanovllm.bench.engines import ENGINES
+from nanovllm.bench.engines import ENGINES, needed_package
 from nanovllm.bench.workloads import ON_CPU, ON_GPU, WORKLOADS, Workload, parse_length, select
 from nanovllm.kernels.op.priority import check_priority, parse_priority
-from nanovllm.wording import counted
 
 _PEERS_HAVE = (
     "dtype", "kv_cache_dtype", "device", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens",
@@ -80,6 +79,38 @@ def check_plugins(args: argparse.Namespace, engines: list[str]) -> None:
     for plugin in args.kernel_plugin:
         if plugin.endswith(".py") and not Path(plugin).is_file():
             raise ValueError(f"--kernel-plugin {plugin}: there is no such file")
+    if not has_gpu(args.device):  # on a GPU, to ask would take memory that the engine is to have
+        check_plugins_run_on_cpu(args.kernel_plugin)
+
+
+def check_plugins_run_on_cpu(plugins: list[str]) -> None:
+    """Raise a ValueError with the reasons if a plugin cannot be loaded, or none of its kernels runs on a CPU."""
+    import torch
+
+    from nanovllm.kernels import load_plugins
+    from nanovllm.kernels.op.plugin_use import NOTHING_REGISTERED, registered_by
+    from nanovllm.kernels.testing.plugin_check import reject_crashing
+
+    reject_crashing(plugins)
+    for plugin in load_plugins(plugins):
+        found = registered_by(plugin)
+        reasons = {f"{o.name}, {p.name}: {why}": why for o, p in found if (why := p.support(torch.device("cpu")))}
+        if len(reasons) == len(found):
+            why_not = "; ".join(reasons) or NOTHING_REGISTERED
+            raise ValueError(f"--kernel-plugin {plugin}: it has no kernel that can run here: {why_not}")
+
+
+def check_installed(engines: Iterable[str], paths: Mapping[str, str]) -> None:
+    """Raise a ValueError for a peer that is not installed, before anything is measured.
+
+    Args:
+        paths: of --engine-path; what lies there is found by the engine's own process.
+    """
+    for engine in engines:
+        module, package = needed_package(engine)
+        if engine not in ("nanovllm", *paths) and importlib.util.find_spec(module) is None:
+            elsewhere = f"name the folder that it is in: --engine-path {engine}=DIR (such as VENV/.../site-packages)"
+            raise ValueError(f"--engine {engine}: {engine} is not installed; pip install {package}, or {elsewhere}")
 
 
 def check_drawing(plots: bool) -> str | None:
@@ -234,12 +265,14 @@ def check_device(name: str) -> None:
     """
     import torch
 
+    from nanovllm.hardware.devices import cuda_devices
+
     kind, _, index = name.partition(":")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdecimal())):
         raise ValueError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     if kind == "cuda" and int(index or 0) >= count:
-        raise ValueError(f"--device {name}: this machine has {counted(count, 'CUDA device')}; use auto or cpu")
+        raise ValueError(f"--device {name}: {cuda_devices(count)}; use auto or cpu")
 
 
 def has_gpu(device: str) -> bool:

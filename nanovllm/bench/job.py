@@ -16,8 +16,8 @@ from nanovllm.hardware.roofline import Work
 Emit = Callable[[str, Any], object]
 """Sends (kind, content) to the process that started the job.
 
-Kinds: "rates"; "loading" an engine; "started" a workload; "row"; "failed", a row with an error that the engine did not
-foresee (the output of the process may say more); "ops"; "profile".
+Kinds: "rates"; "loading" an engine; "started" a workload; "run", one of its runs begins; "row"; "failed", a row with
+an error that the engine did not foresee (the output of the process may say more); "ops"; "profile".
 """
 
 

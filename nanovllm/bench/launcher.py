@@ -63,7 +63,11 @@ def in_child(command: list[str], verbose: bool = False, paths: Mapping[str, str]
                     process.stdin.close()
                 with os.fdopen(read) as messages:
                     for line in messages:
-                        kind, content = json.loads(line)
+                        said, content = json.loads(line)
+                        if said == "run":  # the workload goes on, and so does its time limit
+                            emit(said, content)
+                            continue
+                        kind = said
                         alarm.cancel()
                         if kind == "failed":
                             content["error"] = with_causes(content["error"], _printed(log))

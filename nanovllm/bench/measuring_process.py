@@ -121,7 +121,7 @@ def measure(
         emit("started", workload.name)
         row = _row(job, workload, about=about)
         try:
-            measure_workload(job, workload, engine, row, clock)
+            measure_workload(job, workload, engine, row, clock, emit)
         except EngineError as error:
             row.error = describe(error)
         except Exception as error:
@@ -138,8 +138,9 @@ def measure(
 
 
 def measure_workload(
-    job: Job, workload: Workload, engine: Engine, row: ResultRow, clock: Callable[[], float] = time.perf_counter
-) -> None:
+    job: Job, workload: Workload, engine: Engine, row: ResultRow, clock: Callable[[], float] = time.perf_counter,
+    emit: Emit = lambda kind, content: None,
+) -> None:  # fmt: skip
     """Warm up, then the repeats.
 
     Each draws its own prompts, so that nothing comes from an earlier one's prefix cache.
@@ -152,12 +153,14 @@ def measure_workload(
         row.about["quantised"] = True
     warm_up = getattr(engine, "warm_up", engine.run)
     for i in range(job.warmup):
+        emit("run", f"{workload.name}: warm-up {i + 1} of {job.warmup}")
         row.warmup_seconds.append(warm_up(workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)).seconds)
     for i in range(job.repeat):
         # A repeat may be slower than the last. One that takes too long is ended by the process that started this one.
         next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0
         if limit is not None and clock() - started + next_one > limit:
             break
+        emit("run", f"{workload.name}: run {i + 1} of {job.repeat}")
         items = workload.draw(job.seed + i, model.vocab)
         others = ForeignLoad()
         run = engine.run(items)

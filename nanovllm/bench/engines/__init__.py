@@ -14,6 +14,11 @@ _PACKAGES = {"llama.cpp": ("llama_cpp", "llama-cpp-python"), "openvino": ("openv
 """engine -> (the module that it needs, what pip calls that)"""
 
 
+def needed_package(engine: str) -> tuple[str, str]:
+    """(the module that an engine needs, what pip calls it)."""
+    return _PACKAGES.get(engine, (engine, engine))
+
+
 def start(job: Job, llm_class: Any) -> Engine:
     """Load the job's model into the job's engine.
 
@@ -24,7 +29,7 @@ def start(job: Job, llm_class: Any) -> Engine:
         from nanovllm.bench.engines.nanovllm import NanovllmEngine
 
         return NanovllmEngine(job, llm_class)
-    module, package = _PACKAGES.get(job.engine, (job.engine, job.engine))
+    module, package = needed_package(job.engine)
     if importlib.util.find_spec(module) is None:
         raise EngineError(f"{job.engine} is not installed; pip install {package}")
     return importlib.import_module(f"nanovllm.bench.engines.{job.engine.replace('.', '_')}").start(job)
