@@ -16,7 +16,11 @@ from tests.providers import registered
 def test_kernels_why():
     done = run_here("kernels", "why", "rms_norm", "--shape", "32x1024", "--device", "cpu")
     assert "native runs, because on a CPU the reference runs" in done.stdout and "133,120 bytes" in done.stdout
+    done = run_here("kernels", "why", "rms_norm", "--shape", "8192x4096", "--gpu", "h200", "--device", "cpu")
+    assert "At the 4.4 TB/s of nvidia-h200, that takes at least 30.5 us." in done.stdout.replace("\n", " ")
     for args, said in [
+        (("why", "rms_norm", "--gpu", "h200"), "add --shape"),
+        (("why", "rms_norm", "--shape", "3"), "--shape 3: rms_norm takes ROWSxSIZE, not 1 number, such as 1x1024"),
         (("why", "rms_nrom"), "did you mean 'rms_norm'?"),
         (("why", "rms_norm", "--shape", "3xa"), "--shape 3xa: expected numbers"),
         (("bench", "rms_norm", "--shape", "1x2x3"), "rms_norm takes ROWSxSIZE"),

@@ -157,6 +157,10 @@ class _Engine:
             metavar="FILE", help="A Python file or module with kernels of your own, which are preferred; repeatable."
         ),
     ] = None
+    kernels: Annotated[
+        str | None,
+        typer.Option(help='Providers of ops, as NANOVLLM_KERNELS has them: "silu_and_mul=mine;rms_norm=native".'),
+    ] = None
     device: Annotated[str, typer.Option(help="auto, cuda, cuda:N or cpu.")] = "auto"
     dtype: Annotated[str, typer.Option(help="Weights and activations: auto, bfloat16, float16, float32.")] = "auto"
     max_model_len: MaxModelLen = 4096
@@ -178,11 +182,13 @@ class _Engine:
         try:
             with collector_off(gc.freeze):
                 from nanovllm import LLM
+                from nanovllm.kernels.op.priority import priority_of_option
                 from nanovllm.weights.demo_model import demo_model_path
 
                 arguments = vars(self).copy()
-                plugins = arguments.pop("kernel_plugin") or ()
-                return LLM(**arguments | {"model": self.model or demo_model_path(), "kernel_plugins": plugins})
+                arguments["kernel_plugins"] = arguments.pop("kernel_plugin") or ()
+                arguments["kernel_priority"] = priority_of_option(arguments.pop("kernels"))
+                return LLM(**arguments | {"model": self.model or demo_model_path()})
         finally:
             status.clear()
             if "triton.runtime.interpreter" in sys.modules:

@@ -171,7 +171,11 @@ def serve(
     head = {"server": url, "model": target.model, "endpoint": endpoint, "options": load_options.as_dict() | goals}
     interrupted = False
     try:
-        for load in loads:
+        shown = json_file != STDOUT and not sys.stderr.isatty()  # on a terminal there is a bar
+        for i, load in enumerate(loads, 1):
+            if shown:
+                begun = f"load {i} of {len(loads)} of {target.model} at {url}: {load.name}, {load.total} requests ..."
+                print(begun, file=sys.stderr, flush=True)
             with _bar(load.name, load.total, shown=json_file != STDOUT) as advance:
                 found.append(measure(target, load, goal, advance))
             if not any(m.num_ok for m in found):  # a wrong name or key: the other loads would fail too

@@ -48,6 +48,10 @@ def device(
     found = [asdict(m) | {"vector_flops": m.vector_flops, "matrix_unit": m.matrix_unit} for m in models]
     if write_json(json_file, found[0] if gpu or len(found) == 1 else found):
         return
+    if len(models) > 1:
+        from nanovllm.hardware.devices import cuda_devices
+
+        say(f"There is no GPU to describe here: {cuda_devices(0)}. These are presets:")
     if len(models) > 1 and not wide:
         _print_summary(models)
     else:

@@ -19,7 +19,7 @@ from nanovllm.json_output import write_json
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.kernels import Op, Provider
+    from nanovllm.kernels import Cost, Op, Provider
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -92,11 +92,16 @@ def why(
         str | None, typer.Option(metavar="SHAPE", help="A shape such as 32x1024, to ask about such a call.")
     ] = None,
     dtype: common.Dtype = "bfloat16",
+    gpu: Annotated[
+        str | None, typer.Option(help=f"With --shape: the least time of the call on this GPU: {common.GPUS}, or here.")
+    ] = None,
     device: common.Device = "auto",
     kernel_plugin: common.Plugins = None,
     json_file: common.Json = None,
 ) -> None:
     """Which provider runs an op here, and why the others do not."""
+    if gpu is not None and shape is None:
+        raise ValueError(f"--gpu {gpu}: the least time is that of a call; add --shape")
     where, ops, origins = common.prepare(device, kernel_plugin)
     from nanovllm.kernels import KernelError
     from nanovllm.kernels.op.selection import fused_ops_left_out, why_selected
@@ -112,6 +117,7 @@ def why(
         if declared.cost is not None:
             cost = declared.cost(**arguments)
             call |= {"bytes": cost.bytes, "flops": cost.flops}
+            call |= {} if gpu is None else _least_time(cost, call["dtype"], gpu)
         for row in rows:
             provider = declared.providers[row["provider"]]
             row["reason"] = row["reason"] or declared.why_reference(provider, arguments)
@@ -132,12 +138,29 @@ def why(
     if "bytes" in call:
         moved = f"moves at least {cost.bytes:,} bytes and computes {cost.flops:,} flops"
         say(f"A call of shape {shape} in {call['dtype']} {moved}.")
+    if "least_us" in call:
+        limit = f"{call['rate'] / 1e12:.4g} {'TFLOP' if call['limit'] == 'flops' else 'TB'}/s"
+        say(f"At the {limit} of {call['gpu']}, that takes at least {call['least_us']:.3g} us.")
     question = "can it take this call?" if call else "can it run here?"
     table = TablePrinter(Column("provider", 24), Column("rank", 4, number=True), Column(question, 50))
     for row in rows:
         can = "yes" if row["reason"] is None else f"no {table.note(row['reason'])}"
         table.add(row["provider"], str(row["rank"] or ""), can)
     table.end()
+
+
+def _least_time(cost: Cost, dtype: str, gpu: str) -> dict[str, Any]:
+    """The least time of a call on a GPU: the preset of that name, or "here"."""
+    import torch
+
+    from nanovllm.hardware.gpu_presets import device_model, this_device
+
+    if gpu == "here" and not torch.cuda.is_available():
+        raise ValueError(f"--gpu here: there is no CUDA device; name one of {common.GPUS}")
+    model = this_device(torch.device("cuda", torch.cuda.current_device())) if gpu == "here" else device_model(gpu)
+    by_flops = dtype in model.matmul and cost.flops > model.ridge(dtype) * cost.bytes
+    limit, rate = ("flops", model.rate(dtype)) if by_flops else ("bytes", model.bandwidth)
+    return {"gpu": model.name, "limit": limit, "rate": rate, "least_us": 1e6 * getattr(cost, limit) / rate}
 
 
 app.command(short_help="The declaration, the reference and the providers of an op.")(show)

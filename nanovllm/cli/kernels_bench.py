@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +15,9 @@ import typer
 from nanovllm.cli import kernels_common as common
 from nanovllm.cli.option_records import takes_records
 from nanovllm.cli.text_table import print_table
-from nanovllm.console import INTERRUPTED, Column, TablePrinter, say
+from nanovllm.console import INTERRUPTED, Column, TablePrinter, say, working
 from nanovllm.json_output import STDOUT, write_json
+from nanovllm.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels import Op, Provider
     from nanovllm.kernels.op.inputs import Shape
     from nanovllm.kernels.testing.compare import Measurement
+    from nanovllm.kernels.testing.verify import Case
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,14 @@ def bench(
     skipped = []
     table = None if json_file == STDOUT or wide else _BenchTable(where)
     stopped = False
+    named = common.with_provider(common.matching(ops, timed.op), timed.provider, origins)
+    progress = _Progress(len(named))
+    if len(named) > 1:
+        text = f"timing {counted(len(named), 'op')}, which takes minutes; `nanovllm kernels bench OP` times one"
+        say(f"{text}, and Ctrl-C keeps what was measured", sys.stderr)
     try:
-        for declared in common.with_provider(common.matching(ops, timed.op), timed.provider, origins):
+        for declared in named:
+            progress.begin(declared.name)
             if declared.inputs is None or declared.cost is None:
                 skipped.append(f"{declared.name}: it declares no inputs or no cost")
                 print(f"{skipped[-1]}: not timed", file=sys.stderr)
@@ -71,7 +80,7 @@ def bench(
             shapes = None if timed.shape is None else [common.shape_of(declared, s) for s in timed.shape]
             candidates = [p for name, p in declared.providers.items() if not timed.provider or name in timed.provider]
             candidates += [compiled(declared)] if timed.compile else []
-            _measure(declared, candidates, common.dtype_of(timed.dtype), shapes, where, results, table)
+            _measure(declared, candidates, common.dtype_of(timed.dtype), shapes, where, results, table, progress)
     except KeyboardInterrupt:
         # The table would lack ops, or providers that were not reached.
         left_out = "; --save-table is not written" if save_table else ""
@@ -102,7 +111,7 @@ def bench(
 
 def _measure(
     declared: Op, candidates: Sequence[Provider], dtype: torch.dtype, shapes: list[Shape] | None, where: torch.device,
-    results: list[Measurement], table: _BenchTable | None,
+    results: list[Measurement], table: _BenchTable | None, progress: _Progress,
 ) -> None:  # fmt: skip
     """Append the times of an op's providers, and show each.
 
@@ -116,13 +125,34 @@ def _measure(
         shapes = list(declared.inputs.decode[:1])
     for case in bench_cases(declared, dtype, shapes):
         for candidate in candidates:
-            found = [measure(declared, candidate, case, where)]
-            if found[0].timing is not None and candidate.planned is not None:
-                found.append(measure(declared, candidate, case, where, without_plan=True))
+            with progress.timing(candidate, case):
+                found = [measure(declared, candidate, case, where)]
+                if found[0].timing is not None and candidate.planned is not None:
+                    found.append(measure(declared, candidate, case, where, without_plan=True))
             results += found
             if table is not None:
                 for m in found:
                     table.add(m)
+
+
+class _Progress:
+    """A status line that names what is being timed."""
+
+    def __init__(self, num_ops: int) -> None:
+        self._num_ops, self._begun, self._op = num_ops, 0, ""
+
+    def begin(self, op: str) -> None:
+        """The next op's providers are timed from now on."""
+        self._op, self._begun = op, self._begun + 1
+
+    def timing(self, provider: Provider, case: Case) -> AbstractContextManager[None]:
+        """In the block the line says which provider and case are timed, and the seconds."""
+        from nanovllm.kernels.testing.compare import COMPILED
+
+        count = f" ({self._begun} of {self._num_ops} ops)" if self._num_ops > 1 else ""
+        if provider.name == COMPILED:
+            return working(f"{self._op}, {case}: compiling with torch.compile, and timing it{count} ...", timed=True)
+        return working(f"{self._op}, {case}: timing {provider.name}{count} ...", timed=True)
 
 
 def _bench_document(where: torch.device, results: list[Measurement]) -> dict[str, Any]:

@@ -128,11 +128,20 @@ def shape_of(declared: Op, text: str) -> tuple[int, ...]:
         shape = tuple(int(n) for n in text.lower().split("x"))
     except ValueError:
         form = f"{declared.inputs.form} for {declared.name}"
-        raise ValueError(f"--shape {text}: expected numbers with x between them, {form}") from None
+        raise ValueError(f"--shape {text}: expected numbers with x between them, {form}{_such_as(declared)}") from None
     wrong = declared.inputs.wrong_with(shape)
     if wrong:
-        raise ValueError(f"--shape {text}: {declared.name} {wrong}")
+        raise ValueError(f"--shape {text}: {declared.name} {wrong}{_such_as(declared)}")
     return shape
+
+
+def _such_as(declared: Op) -> str:
+    """An example of a shape that the op takes, with a comma before it."""
+    from nanovllm.kernels.op.inputs import written
+
+    inputs = declared.inputs
+    shapes = [*inputs.decode, *inputs.large, *inputs.small] if inputs is not None else []
+    return f", such as {written(shapes[0])}" if shapes else ""
 
 
 def dtype_of(name: str) -> torch.dtype:

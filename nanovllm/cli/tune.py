@@ -128,6 +128,8 @@ def _requests(op: str | None, shapes: list[str] | None, preset: str | None) -> l
         return [(name, list(known[name])) for name in ([op] if op else known)]
     if op is None:
         raise ValueError("expected an op to tune, or --preset with a model's name, or --list")
+    if op == "list" and op not in all_ops():
+        raise ValueError("unknown op 'list'; did you mean `nanovllm tune --list`?")
     declared = all_ops()[check_tunable(op)]
     found = [shape_of(declared, text) for text in shapes or ()]
     if empty := [text for text, shape in zip(shapes or (), found) if shape[0] < 1]:

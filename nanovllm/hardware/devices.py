@@ -14,6 +14,13 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.device(device.index) if device.type == "cuda" else nullcontext()
 
 
+def cuda_devices(count: int) -> str:
+    """How many GPUs PyTorch finds, to follow the name of one that it does not find."""
+    if torch.version.cuda is None:
+        return f"the installed PyTorch, {torch.__version__}, is built without CUDA: it finds no NVIDIA GPU"
+    return f"this machine has {counted(count, 'CUDA device')}"
+
+
 def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     """The device that a `device` argument names, for one of several ranks; a ValueError if this machine does not have
     it.
@@ -40,7 +47,7 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
-            raise ValueError(f"device={name!r}: this machine has {counted(count, 'CUDA device')}; use 'auto' or 'cpu'")
+            raise ValueError(f"device={name!r}: {cuda_devices(count)}; use 'auto' or 'cpu'")
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device

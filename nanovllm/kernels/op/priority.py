@@ -37,6 +37,14 @@ def parse_priority(text: str) -> dict[str, list[str]]:
     return priority
 
 
+def priority_of_option(text: str | None) -> dict[str, list[str]]:
+    """What the option --kernels says; None: it is not given."""
+    try:
+        return parse_priority(text or "")
+    except ValueError as e:
+        raise ValueError(f"--kernels: {e}") from None
+
+
 def check_priority(priority: Mapping[str, Sequence[str]], who: str) -> None:
     """A ValueError, in the name of `who`, for an op or provider that is neither ours nor an installed plugin's."""
     load_plugins(())
