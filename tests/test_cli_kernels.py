@@ -72,7 +72,7 @@ def test_kernels_show():
         run_here("kernels", "show", op).stdout for op in ("silu_and_mul", "layernorm_residual_dropout_gelu", "sample")
     )
     for text, said in zip(
-        shown, ("cancels      results may be small", "magnitude    1, of", "compare      a function")
+        shown, ("cancels      a result may be near 0", "magnitude    1, of", "compare      a function")
     ):
         assert f"\n{said}" in text
     assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
