@@ -216,3 +216,28 @@ def test_kernels_bench_and_table(tmp_path):
     assert document["command"] == f"nanovllm {command}"
     table = run_here("kernels", "table").stdout
     assert all(f"| `{name}` |" in table for name in all_ops())
+
+
+def test_bench_says_on_a_terminal_what_it_times():
+    given = ("rms_norm", "--shape", "4x64", "--dtype", "float32", "--device", "cpu", "--provider", "native")
+    done = run_here("kernels", "bench", *given, terminal=True)
+    assert done.returncode == 0 and "rms_norm, 4x64 float32: timing native ..." in done.stderr
+    assert "timing native" not in run_here("kernels", "bench", *given).stderr
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("generate x --kernels rms_norm", "--kernels: 'rms_norm' is not of the form op=provider"),
+        ("tune list", "did you mean `nanovllm tune --list`?"),
+        ("generate x --device cuda:99", "it finds no NVIDIA GPU" if torch.version.cuda is None else "CUDA device"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_remedy(line, said):
+    done = run_here(*line.split())
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+def test_device_says_that_no_gpu_is_here(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_here("device").stdout.startswith("There is no GPU to describe here: ")
