@@ -281,8 +281,6 @@ class LLM:
         finally:  # again, since an interrupt may have come at the first time, when the stream was left early
             loop.end(waiter, [request])
 
-    # ------------------------------------------------------------------------------------------------ step by step
-
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a prompt for `step`, as in nano-vLLM. Returns the request's id, which `step` names.
 
