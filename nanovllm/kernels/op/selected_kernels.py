@@ -74,7 +74,7 @@ class Kernels:
     def interpreted(self) -> list[str]:
         """The ops of Triton kernels that run in Triton's interpreter if the device is a CPU, with their providers."""
         named = ((op, p) for op, (p, _) in self._chosen.items())
-        return [f"{op} ({p.name})" for op, p in named if inspect.unwrap(p.support) is triton_support]
+        return [f"{op} ({p.name})" for op, p in named if inspect.unwrap(p.support) is inspect.unwrap(triton_support)]
 
     def name_plugins(self, error: Exception) -> None:
         """Below an error's message, name the plugins that run: a wrong shape or dtype of theirs may be the cause."""
