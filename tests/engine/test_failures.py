@@ -14,6 +14,7 @@ import torch
 import nanovllm
 from nanovllm import SamplingParams
 from nanovllm.frontend.progress import ProgressBar
+from nanovllm.kernels import KernelError
 from nanovllm.kernels.op.registry import temporary
 from nanovllm.kernels.ops import sample
 from tests import tiny
@@ -58,7 +59,7 @@ def test_the_engine_survives_a_forward_pass_that_raises(directory, expected, asy
 
 @pytest.mark.parametrize("plugin", [True, False])
 def test_an_error_after_a_wrong_kernel_of_a_plugin_names_the_kernel(directory, tmp_path, plugin):
-    """The kernel returns nothing, so what fails is a function of the engine."""
+    """The kernel returns nothing. Without the plugin a function of the engine fails, and no kernel is named."""
     file = tmp_path / "forgets.py"
     file.write_text(
         "from nanovllm.kernels import silu_and_mul\n\n@silu_and_mul.provider('forgets')\ndef f(gate_up):\n    pass\n"
@@ -67,9 +68,10 @@ def test_an_error_after_a_wrong_kernel_of_a_plugin_names_the_kernel(directory, t
         llm = make(directory, device="cpu", kernel_plugins=[str(file)] if plugin else ())
         if not plugin:
             llm.engine.runner.paged.model = None
-        with pytest.raises((AttributeError, TypeError)) as raised:
+        with pytest.raises(KernelError if plugin else (AttributeError, TypeError)) as raised:
             llm.generate([[1, 2]], GREEDY, use_tqdm=False)
     said = "\n".join((str(raised.value), *getattr(raised.value, "__notes__", ())))  # notes are of Python 3.11
+    assert (f"provider 'forgets' of {file}" in said and "is a `return` missing?" in said) == plugin
     assert (f"silu_and_mul by forgets, of {file}. `nanovllm kernels verify" in said) == plugin == ("kernels" in said)
 
 
