@@ -240,4 +240,4 @@ def test_what_is_wrong_is_said_with_its_remedy(line, said):
 
 def test_device_says_that_no_gpu_is_here(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_here("device").stdout.startswith("There is no GPU to describe here: ")
+    assert run_here("device").stdout.startswith("No GPU is here")

@@ -49,9 +49,8 @@ def device(
     if write_json(json_file, found[0] if gpu or len(found) == 1 else found):
         return
     if len(models) > 1:
-        from nanovllm.hardware.devices import cuda_devices
-
-        say(f"There is no GPU to describe here: {cuda_devices(0)}. These are presets:")
+        built = "" if torch.version.cuda else f" for PyTorch {torch.__version__}, built without CUDA"
+        say(f"No GPU is here{built}. These are presets:")
     if len(models) > 1 and not wide:
         _print_summary(models)
     else:

@@ -125,7 +125,7 @@ def fuse(
             raise ValueError("--gpu and --measure: what is measured is predicted for the device that it is measured on")
         _measure(target, where, measured, json_file)
         return
-    if not sys.stderr.isatty():
+    if json_file != STDOUT and not sys.stderr.isatty():
         print(f"analysing {target.title} ...", file=sys.stderr, flush=True)
     status = StatusLine()
     report = _analyzer(target, model or device_model("h100"), status).report()
