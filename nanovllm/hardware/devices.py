@@ -17,7 +17,7 @@ def on_device(device: torch.device) -> AbstractContextManager[None]:
 def cuda_devices(count: int) -> str:
     """How many GPUs PyTorch finds, to follow the name of one that it does not find."""
     if torch.version.cuda is None:
-        return f"the installed PyTorch, {torch.__version__}, is built without CUDA: it finds no NVIDIA GPU"
+        return f"the installed PyTorch, {torch.__version__}, is built without CUDA and finds no CUDA device"
     return f"this machine has {counted(count, 'CUDA device')}"
 
 
