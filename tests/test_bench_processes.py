@@ -44,7 +44,7 @@ from tests.test_bench import ROOT
         (("--preset", ""), "--preset '': names nothing"),
         (("--limit", "0"), "--limit 0: expected seconds, above 0"),
         (("--device", "tpu"), "--device tpu: expected auto, cpu, cuda or cuda:N"),
-        (("--device", "cuda:99"), "--device cuda:99: this machine has"),
+        (("--device", "cuda:99"), "--device cuda:99: "),
         (("--engine-path", "vllm=."), "'vllm' is no peer among --engine"),
         (("--engine-path", "nanovllm=."), "'nanovllm' is no peer among --engine"),
         (("--engine", "transformers", "--engine-path", "transformers="), "there is no folder ''"),
