@@ -226,7 +226,7 @@ class LLM:
         conversations = check_conversations(messages)
         prompts = [self._chat_prompt(name, c, variables) for name, c in conversations.items()]
         plans = [AnswerPlan.of(plan, prompt["prompt"], str(template or "")) for prompt in prompts]
-        given = sampling_params or self.get_default_sampling_params()
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         outputs = self.generate(prompts, with_constraints(given, plans), use_tqdm)
         for output, answer in zip(outputs, plans):
             for completion in output.outputs:

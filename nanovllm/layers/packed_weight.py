@@ -188,7 +188,9 @@ class PackedWeight(nn.Module):
         whole = names[0] if len(names) == 1 else None
         self._after_silu = QuantisingOp(None if whole is None else f"silu_and_mul_{whole}", kernels)
         self._after_norm = QuantisingOp(None if whole is None else f"add_rms_norm_{whole}", kernels)
-        self._copy: torch.Tensor | None = None
+        self._copies: tuple[nn.Parameter, ...] = ()
+        """None or one. A parameter, so that kernels read it early (`early_start.are_constant`); in a tuple, so that it
+        is none of this module, whose weights are those of the matrices."""
         self.expanded_for = range(0)
         """The numbers of tokens for which layers multiply with a dequantised copy."""
 
@@ -200,11 +202,11 @@ class PackedWeight(nn.Module):
 
     def expand_for(self, num_tokens: range) -> None:
         """Keep a dequantised copy beside the matrices, for x of so many tokens."""
-        self._copy, self.expanded_for = self.dequantised(), num_tokens
+        self._copies, self.expanded_for = (nn.Parameter(self.dequantised(), requires_grad=False),), num_tokens
 
     def form_for(self, num_tokens: int) -> Weight:
         """What layers multiply x of `num_tokens` tokens with: the copy [rows, columns] of `dtype`, or this weight."""
-        return self._copy if self._copy is not None and num_tokens in self.expanded_for else self
+        return self._copies[0] if self._copies and num_tokens in self.expanded_for else self
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""

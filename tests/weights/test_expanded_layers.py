@@ -11,6 +11,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from nanovllm.kernels import all_ops
 from nanovllm.kernels.op.expansion_plan import ANY, ExpansionPlan, ExpansionRule
+from nanovllm.kernels.triton.early_start import are_constant
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.weights.expanded_layers import expand_layers
 from tests import tiny
@@ -119,11 +120,12 @@ def test_copies_are_the_dequantised_weights_rounded_once(tmp_path, caplog):
         copy = weight.form_for(3)
         assert copy.dtype == torch.bfloat16 and torch.equal(copy, fused(reference, name).bfloat16()), name
         assert weight.form_for(11) is copy and weight.form_for(2) is weight.form_for(12) is weight
+        assert are_constant(copy), f"{name}: kernels would wait for their predecessors before they read it"
     nbytes = 2 * sum(weight.numel() for weight in found.values())
     (said,) = (r.message for r in caplog.records)
     assert f"takes {nbytes / 1e9:.2f} GB more: 8 for steps of 3 to 11 tokens" in said
     assert model.form_changes == {3, 12}
-    assert set(weights(model)) == set(weights(loaded(tmp_path, torch.bfloat16)))  # a copy is no parameter
+    assert set(weights(model)) == set(weights(loaded(tmp_path, torch.bfloat16)))  # no copies
 
 
 def test_layers_decide_by_their_own_size(tmp_path):
