@@ -25,8 +25,12 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import ONLINE_QUANTIZATION
+from nanovllm.hardware.devices import select_device
+from nanovllm.hardware.gpu_name import cpu_name
+from nanovllm.hardware.versions import provenance
 
 FORMS = ("bf16", *ONLINE_QUANTIZATION)
+_ROOT = Path(__file__).resolve().parents[1]
 PROMPT = 128
 """Tokens of a prompt in front of a decode."""
 
@@ -142,19 +146,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         p.error(f"--output {given.output}, --repeat {given.repeat}: expected at least 2, and at least 1")
     try:
         asked = loads(given.decode, given.prompts, given.output)
+        device = select_device(given.device)
     except ValueError as error:
         p.error(str(error))
     if not asked:
         p.error("--decode and --prompts are empty: name a load, such as --decode 8")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("nanovllm.weights.expanded_layers").setLevel(logging.INFO)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    head = {**vars(provenance(_ROOT)), "device": name, "arguments": vars(given) | {"json": None}}
     made: list[Row] = []
     for preset in given.presets.split(","):
         for row in rows(preset, forms, asked, given.repeat, given.expand_small_weights, given.device):
             print(row, flush=True)
             made.append(row)
             if given.json is not None:  # at once: a run may be ended
-                given.json.write_text(json.dumps([asdict(row) for row in made], indent=1))
+                given.json.write_text(json.dumps(head | {"rows": [asdict(row) for row in made]}, indent=1) + "\n")
     slower = [row for row in made if row.ratio is not None and row.ratio < 0.99]
     print(f"{len(slower)} rows of {len(made)} are more than 1 % slower than bf16", *slower, sep="\n")
     return 0

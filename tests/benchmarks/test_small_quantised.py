@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import small_quantised
 from tests import tiny
@@ -14,7 +15,10 @@ def test_rows_of_each_form(tmp_path, capsys):
     loads = ["--decode", "1,3", "--prompts", "40,2x20", "--output", "4", "--repeat", "1"]
     arguments = ["--presets", str(tmp_path / "tiny"), "--forms", "int4,bf16", "--device", "cpu", "--json", str(kept)]
     assert small_quantised.main([*loads, *arguments]) == 0
-    rows = json.loads(kept.read_text())
+    written = json.loads(kept.read_text())
+    rows = written["rows"]
+    assert written["versions"]["torch"] == torch.__version__.split("+")[0] and written["device"]
+    assert written["arguments"]["forms"] == "int4,bf16"
     names = ["decode 1", "decode 3", "prompts 1x40", "prompts 2x20"]
     assert [(row["form"], row["load"]) for row in rows] == [(f, n) for f in ("bf16", "int4") for n in names]
     assert [row["unit"] for row in rows[:4]] == ["tok/s", "tok/s", "prompts/s", "prompts/s"]
