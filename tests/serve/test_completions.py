@@ -12,7 +12,6 @@ from nanovllm.outputs import Logprob
 from nanovllm.serve import completions
 from nanovllm.serve.token_logprobs import CompletionLogprobs
 from tests import tiny
-from tests.serve.running import RunningServer
 
 PROMPTS = ["hello there", "one two three four", "abc"]
 
@@ -322,20 +321,6 @@ def test_offsets_are_those_of_the_text_whatever_the_tokens(skip):
         for i in range(len(ids)):
             if raw[i]:
                 assert found[i] == bisect.bisect(begins, len(b"".join(raw[:i]))) - 1, (ids, i)
-
-
-def test_log_probabilities_of_all_tokens(model_path, llm):
-    size = llm.engine.model_config.vocab_size
-    same = dict(max_tokens=2, temperature=0, ignore_eos=True)
-    with RunningServer(model_path, max_logprobs=-1) as server:
-        (choice,) = server.post("/v1/completions", prompt="abc", logprobs=-1, prompt_logprobs=0, echo=True, **same)[
-            "choices"
-        ]
-        first, *rows = choice["logprobs"]["top_logprobs"]
-        assert first is None and len(rows) > 2 and {len(row) for row in rows} == {size}
-        body = dict(messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=-1)
-        (choice,) = server.post("/v1/chat/completions", **body, **same)["choices"]
-        assert [len(entry["top_logprobs"]) for entry in choice["logprobs"]["content"]] == [size, size]
 
 
 def character_begins(data):
