@@ -5,7 +5,6 @@ import random
 import re
 import sys
 import time
-import types
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import torch
 
 from nanovllm import SamplingParams
 from tests.llm.small_llm import GREEDY, PROMPTS, TOKENIZER, greedy_text, make
+from tests.notebook import outputs_of_cell
 
 pytestmark = pytest.mark.any_device
 
@@ -179,19 +179,8 @@ def test_the_progress_bar_says_tokens_a_second(llm, capsys):
 
 
 def test_the_progress_bar_in_a_notebook_is_one_output_without_escape_codes(llm, capsys, monkeypatch, recwarn):
-    import rich.console
-
-    class Shell(types.ModuleType):
-        shown: list[list[str]] = []
-
-        def display(self, data, raw, display_id):
-            Shell.shown.append([data["text/plain"]])
-            return types.SimpleNamespace(update=lambda data, raw: Shell.shown[-1].append(data["text/plain"]))
-
-    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", Shell("IPython.display"))
+    shown = outputs_of_cell(monkeypatch)
     llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
-    (states,) = Shell.shown
+    (states,) = shown
     assert "0/3" in states[0] and re.search(r"3/3 .* prompt \d+ tok/s, output \d+ tok/s$", states[-1])
     assert capsys.readouterr() == ("", "") and not recwarn.list and not any("\x1b" in s or "\n" in s for s in states)

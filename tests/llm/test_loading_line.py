@@ -4,7 +4,6 @@ import logging
 import re
 import sys
 import time
-import types
 
 import pytest
 
@@ -13,6 +12,7 @@ from nanovllm.loading_line import LoadingLine, loading_stage
 from tests import tiny
 from tests.commands import Terminal
 from tests.llm.small_llm import make
+from tests.notebook import outputs_of_cell
 
 ERASED = "\r\x1b[2K"
 LOGGER = logging.getLogger("nanovllm.loading_line")
@@ -89,24 +89,13 @@ def test_the_seconds_tick_and_begin_again_with_each_stage(open_terminal):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_in_a_notebook_the_line_is_one_output_of_the_cell(fails, directory, monkeypatch, capsys):
-    import rich.console
-
-    class Shell(types.ModuleType):
-        shown: list[list[str]] = []
-
-        def display(self, data, raw, display_id):
-            Shell.shown.append([data["text/plain"]])
-            return types.SimpleNamespace(update=lambda data, raw: Shell.shown[-1].append(data["text/plain"]))
-
-    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
-    monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
-    monkeypatch.setitem(sys.modules, "IPython.display", Shell("IPython.display"))
+    shown = outputs_of_cell(monkeypatch)
     if fails:
         with pytest.raises(ValueError, match="rms_nrom"):
             load(directory, kernel_priority={"rms_nrom": ["triton"]})
     else:
         load(directory)
-    (states,) = Shell.shown
+    (states,) = shown
     assert states[0] == "Loading small-model ..."
     last = r"Failed to load small-model in \d+ s" if fails else r"Loaded small-model on .*, float32 in \d+ s"
     assert re.fullmatch(last, states[-1])
