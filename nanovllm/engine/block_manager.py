@@ -63,21 +63,24 @@ class BlockManager:
             found.append(block)
         return found
 
-    def admit(self, seq: Sequence, prefix: list[int], num_tokens: int, must_fit: int = 0) -> bool:
+    def fits(self, prefix: list[int], num_tokens: int) -> bool:
+        """Whether there are blocks for `num_tokens` tokens of a sequence that shares the blocks of `prefix`."""
+        revived = sum(self._ref_counts[block] == 0 for block in prefix)  # they are free, too, and cannot be used twice
+        return self.blocks_needed(num_tokens) - len(prefix) <= len(self._free) - revived
+
+    def admit(self, seq: Sequence, prefix: list[int], num_tokens: int) -> None:
         """Give a waiting sequence `prefix` (from `match_prefix`) and new blocks, for `num_tokens` tokens in all.
 
-        Returns False, with nothing changed, if there are too few free blocks for `num_tokens` or for `must_fit` tokens.
+        The caller has seen that they fit (`fits`).
         """
         assert not seq.block_table
-        revived = sum(self._ref_counts[b] == 0 for b in prefix)
-        if self.blocks_needed(max(num_tokens, must_fit)) - len(prefix) > len(self._free) - revived:
-            return False
         for block in prefix:
             if self._ref_counts[block] == 0:
                 del self._free[block]
             self._ref_counts[block] += 1
         seq.block_table = list(prefix)
-        return self.grow(seq, num_tokens)
+        grown = self.grow(seq, num_tokens)
+        assert grown, "the blocks do not fit"
 
     def grow(self, seq: Sequence, num_tokens: int, keep_free: int = 0) -> bool:
         """Extend the sequence's blocks to hold `num_tokens`.
@@ -94,11 +97,11 @@ class BlockManager:
             seq.block_table.append(block)
         return True
 
-    def register(self, seq: Sequence) -> None:
-        """Make the sequence's full blocks of computed, known tokens findable."""
+    def register(self, seq: Sequence, num_tokens: int) -> None:
+        """Make the full blocks of the sequence's first `num_tokens` tokens findable, as far as the host knows them."""
         if not self.enable_prefix_caching:
             return
-        full = min(seq.num_computed_tokens, len(seq.token_ids)) // self.block_size
+        full = min(num_tokens, len(seq.token_ids)) // self.block_size
         if full == seq.num_registered_blocks:
             return
         self._extend_hashes(seq, full * self.block_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import BlockManager
@@ -29,10 +30,12 @@ class DecodeRun:
         self._reserve_tokens_ahead = reserve_tokens_ahead
         self._last_offset = min(seq.max_len - seq.num_tokens for seq in step.sampling)
         """Continuations until a sequence reaches its greatest length."""
-        self._block_starts: dict[int, list[Sequence]] = {}
-        """By continuation: the sequences whose token begins a block. Each sequence is there once."""
+        self._block_starts: defaultdict[int, list[Sequence]] = defaultdict(list)
+        """By continuation: the sequences whose token is the first of a block. Each sequence is there once, for its next
+        block. With 30 tokens computed and blocks of 16, two continuations fill a block, and the third begins one."""
         for seq in step.sampling:
-            self._block_starts.setdefault(-seq.num_computed_tokens % blocks.block_size + 1, []).append(seq)
+            left_in_block = -seq.num_computed_tokens % blocks.block_size
+            self._block_starts[left_in_block + 1].append(seq)
         self._reserve(step.sampling)  # this step differs from the last one: the host sends block tables anyway
 
     def next(self) -> ScheduledStep | None:
@@ -40,20 +43,20 @@ class DecodeRun:
         if self.step.offset == self._last_offset:
             return None
         step, block_size = self.step.next(), self._blocks.block_size
-        block_starts = self._block_starts.pop(step.offset, ())
-        grows = False
-        for seq in block_starts:
+        beginning = self._block_starts.pop(step.offset, ())
+        any_lacks_block = False
+        for seq in beginning:
             if len(seq.block_table) * block_size == seq.num_computed_tokens:
-                grows = True
+                any_lacks_block = True
                 if not self._blocks.grow(seq, seq.num_computed_tokens + 1):
                     return None  # the scheduler has to preempt one; sequences that got blocks in this loop keep them
         for seq in step.sampling:
             seq.num_computed_tokens += 1
             seq.num_pending += 1
-        for seq in block_starts:
-            self._blocks.register(seq)
-            self._block_starts.setdefault(step.offset + block_size, []).append(seq)
-        if grows:
+        for seq in beginning:
+            self._blocks.register(seq, seq.num_computed_tokens)
+            self._block_starts[step.offset + block_size].append(seq)
+        if any_lacks_block:
             for offset in range(step.offset + 1, step.offset + 1 + self._reserve_tokens_ahead):
                 self._reserve(self._block_starts.get(offset, ()))
         self.step = step
@@ -61,12 +64,12 @@ class DecodeRun:
 
     def _reserve(self, seqs: Iterable[Sequence]) -> None:
         """Give sequences the blocks of their next tokens."""
-        ahead, block_size = self._reserve_tokens_ahead, self._blocks.block_size
+        ahead = self._reserve_tokens_ahead
         if not ahead:
             return
-        spare = len(self.step.sampling) * -(-ahead // block_size)
+        keep_free = len(self.step.sampling) * self._blocks.blocks_needed(ahead)
         for seq in seqs:
-            # The last token is not computed.
-            num_tokens = min(seq.num_computed_tokens + ahead, seq.max_len - 1)
-            if num_tokens > len(seq.block_table) * block_size and not self._blocks.grow(seq, num_tokens, spare):
+            num_tokens = min(seq.num_computed_tokens + ahead, seq.max_len - 1)  # the last token is not computed
+            has_blocks = num_tokens <= len(seq.block_table) * self._blocks.block_size
+            if not has_blocks and not self._blocks.grow(seq, num_tokens, keep_free):
                 break

@@ -92,24 +92,24 @@ class Scheduler:
         if self.piggyback is not None and not self.has_unfinished:
             self.piggyback.first_sequence_added()
         seq.max_len = seq.params.most_tokens(seq.prompt_len, self.max_model_len)
-        seq.stop_ids = frozenset(seq.params.stop_token_ids or ()) | (
-            frozenset() if seq.params.ignore_eos else self.eos_token_ids
-        )
+        eos: frozenset[int] = frozenset() if seq.params.ignore_eos else self.eos_token_ids
+        seq.stop_ids = eos.union(seq.params.stop_token_ids or ())
         self.waiting[seq] = None
 
     def schedule(self) -> ScheduledStep | None:
         """The next step; None: no sequence is left, or none can run before a result in flight is read."""
-        step = None if self._decode_run is None or self._may_admit() else self._decode_run.next()
-        if step is not None:
-            return step
+        if self._decode_run is not None and not self._may_admit():
+            step = self._decode_run.next()
+            if step is not None:
+                return step
         self._decode_run = None
-        budget = self._budget()
-        parts = self._schedule_running(budget)
-        self._admit(parts, budget)
+        running = [seq for seq in self.running if not self._at_end(seq)]
+        budget = self._budget(running)
+        parts = self._schedule_running(running, budget) + self._admit(budget)
         if not parts:
             return None
-        parts.sort(key=lambda p: p.num_tokens != 1)  # stable
-        step = ScheduledStep.of(tuple(parts), piggyback=budget.piggybacked is not None)
+        parts.sort(key=lambda part: part.num_tokens != 1)  # single tokens first; else in this order
+        step = ScheduledStep.of(tuple(parts), piggyback=not budget.full_speed)
         if len(parts) == len(self.running) and step.kind is StepKind.DECODE:
             self._decode_run = DecodeRun(step, self.blocks, self.reserve_tokens_ahead)
         return step
@@ -118,56 +118,50 @@ class Scheduler:
         """Whether the first waiting sequence could run, as far as is known without a look at its cached prefix."""
         return bool(self.waiting and self._free_seq_slots and not self._head_lacks_blocks)
 
-    def _budget(self) -> StepBudget:
-        if self.piggyback is None:
-            return StepBudget(self.max_num_batched_tokens)
-        running = [seq for seq in self.running if not self._at_end(seq)]
-        waiting = self.waiting if self._may_admit() else ()
-        return self.piggyback.budget(running, waiting, self.max_num_batched_tokens)
-
-    def _schedule_running(self, budget: StepBudget) -> list[ScheduledSequence]:
-        """Parts of running sequences, in the order of their admission. If blocks are missing, the last is preempted."""
-        parts: list[ScheduledSequence] = []
-        left = budget.num_tokens
-        i = 0
-        while i < len(self.running) and left > 0:
-            seq = self.running[i]
-            missing = 0 if self._at_end(seq) else seq.num_tokens - seq.num_computed_tokens
-            num_tokens = min(_most_tokens(missing, parts, budget), left)
-            if num_tokens == 0:
-                i += 1
-                continue
-            while not self.blocks.grow(seq, seq.num_computed_tokens + num_tokens):
-                if self._preempt_last() is seq:
-                    break
-            else:
-                parts.append(self._schedule_part(seq, num_tokens, budget.piggybacked is not None))
-                left -= num_tokens
-                i += 1
-        return parts
-
     @staticmethod
     def _at_end(seq: Sequence) -> bool:
         """Whether the sequence's last token is in flight, so that it needs no further step."""
         return bool(seq.num_pending) and seq.num_tokens >= seq.max_len
 
-    def _admit(self, parts: list[ScheduledSequence], budget: StepBudget) -> None:
-        """Add parts of waiting sequences in their order, while budget, seq_slots and blocks suffice."""
-        piggyback = budget.piggybacked is not None
-        left = budget.num_tokens - sum(part.num_tokens for part in parts)
-        while self.waiting and left > 0 and self._free_seq_slots:
+    def _budget(self, running: list[Sequence]) -> StepBudget:
+        if self.piggyback is None:
+            return StepBudget(self.max_num_batched_tokens)
+        waiting = self.waiting if self._may_admit() else ()
+        return self.piggyback.budget(running, waiting, self.max_num_batched_tokens)
+
+    def _schedule_running(self, running: list[Sequence], budget: StepBudget) -> list[ScheduledSequence]:
+        """Parts of running sequences, in the order of their admission. If blocks are missing, the last is preempted."""
+        parts: list[ScheduledSequence] = []
+        for seq in running:
+            if seq.status is not SequenceStatus.RUNNING or not budget.num_tokens:
+                break  # it was preempted for a sequence before it, or the budget is used up
+            num_tokens = budget.tokens_for(seq.num_tokens - seq.num_computed_tokens)
+            if num_tokens == 0:
+                continue
+            while not self.blocks.grow(seq, seq.num_computed_tokens + num_tokens):
+                if self._preempt_last() is seq:
+                    return parts  # it was the last one itself
+            parts.append(self._schedule_part(seq, num_tokens, budget))
+        return parts
+
+    def _admit(self, budget: StepBudget) -> list[ScheduledSequence]:
+        """Parts of waiting sequences in their order, while budget, seq_slots and blocks suffice."""
+        parts = []
+        while self.waiting and self._free_seq_slots and budget.num_tokens:
             seq = next(iter(self.waiting))
             if seq.num_pending:
                 break  # preempted with a token in flight: the host does not know all of its tokens yet
             prefix = self.blocks.match_prefix(seq)
             start = len(prefix) * self.blocks.block_size
-            num_tokens = min(_most_tokens(seq.num_tokens - start, parts, budget), left)
+            num_tokens = budget.tokens_for(seq.num_tokens - start)
             if num_tokens == 0:
                 break
             # A piggybacked prompt begins when all of it fits: otherwise decodes that grow would soon preempt it.
-            if not self.blocks.admit(seq, prefix, start + num_tokens, seq.num_tokens if piggyback else 0):
+            must_fit = start + num_tokens if budget.full_speed else seq.num_tokens
+            if not self.blocks.fits(prefix, must_fit):
                 self._head_lacks_blocks = True
                 break
+            self.blocks.admit(seq, prefix, start + num_tokens)
             del self.waiting[seq]
             seq.status = SequenceStatus.RUNNING
             seq.seq_slot = self._free_seq_slots.pop()
@@ -175,25 +169,23 @@ class Scheduler:
             if seq.num_cached_tokens is None:
                 seq.num_cached_tokens, seq.admitted_time = start, time.perf_counter()
             self.running.append(seq)
-            parts.append(self._schedule_part(seq, num_tokens, piggyback, admitted=True))
-            left -= num_tokens
+            parts.append(self._schedule_part(seq, num_tokens, budget, admitted=True))
+        return parts
 
     def _schedule_part(
-        self, seq: Sequence, num_tokens: int, piggyback: bool, admitted: bool = False
+        self, seq: Sequence, num_tokens: int, budget: StepBudget, admitted: bool = False
     ) -> ScheduledSequence:
-        """The sequence's next tokens as a part of the step."""
+        """The sequence's next tokens as a part of the step, taken from the budget."""
         start = seq.num_computed_tokens
-        joins_prefix_cache_late = piggyback or num_tokens == 1
-        if joins_prefix_cache_late:
-            # Only what earlier steps computed: one kernel stores the keys of single tokens and attends to them. So no
-            # other sequence may share, in this step, a block that this token or a piggybacked piece completes.
-            self.blocks.register(seq)
         seq.num_computed_tokens += num_tokens
         samples = seq.num_computed_tokens == seq.num_tokens
         if samples:
             seq.num_pending += 1
-        if not joins_prefix_cache_late:
-            self.blocks.register(seq)
+        # The sequences that are admitted next may share the blocks that this part completes, unless it is a single
+        # token or piggybacked: then one kernel stores and attends, and theirs could read before this one has stored.
+        shared_at_once = num_tokens > 1 and budget.full_speed
+        self.blocks.register(seq, seq.num_computed_tokens if shared_at_once else start)
+        budget.take(num_tokens, samples)
         return ScheduledSequence(seq, start, num_tokens, samples, seq.seq_slot, admitted)
 
     def _preempt_last(self) -> Sequence:
@@ -245,7 +237,7 @@ class Scheduler:
             return
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
-            self.blocks.register(seq)
+            self.blocks.register(seq, seq.num_computed_tokens)
             self._release(seq)
         elif seq in self.waiting:
             del self.waiting[seq]
@@ -283,11 +275,3 @@ class Scheduler:
         for seq in self.waiting:
             assert seq.status is SequenceStatus.WAITING
             assert not seq.block_table and seq.seq_slot == -1 and seq.num_computed_tokens == 0
-
-
-def _most_tokens(missing: int, parts: list[ScheduledSequence], budget: StepBudget) -> int:
-    """Tokens of a sequence that a step with these parts may take. missing: its tokens that are not computed."""
-    if budget.piggybacked is None or missing <= 1:
-        return missing
-    pieces = [p.num_tokens for p in parts if not p.samples]
-    return min(missing - 1, budget.piggybacked - sum(pieces)) if len(pieces) < budget.max_pieces else 0

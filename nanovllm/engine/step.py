@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -22,15 +23,37 @@ class StepKind(Enum):
     """Any other step with pieces of prompts."""
 
 
-class StepBudget(NamedTuple):
-    """The tokens that a step may take."""
+@dataclass
+class StepBudget:
+    """What a step may still take. The scheduler takes from it sequence by sequence."""
 
     num_tokens: int
-    """Tokens of the whole step."""
-    piggybacked: int | None = None
-    """Prompt tokens that are piggybacked on the step's decodes; None: prompts are computed at full speed."""
-    max_pieces: int = 0
-    """Prompts that may be piggybacked."""
+    """Tokens, of decodes and of prompts."""
+    full_speed: bool = True
+    """Whether a prompt may take all of them. False: prompts are piggybacked on the decodes, within the next limits."""
+    num_piggybacked: int = 0
+    """Tokens of piggybacked prompts."""
+    num_pieces: int = 0
+    """Prompts of which a piece is piggybacked."""
+
+    def tokens_for(self, missing: int) -> int:
+        """How many tokens the step takes of a sequence that has `missing` tokens to compute.
+
+        A prompt that is piggybacked leaves its last token to a later step, where it is a decode. So of a prompt of 50
+        tokens, 49 are taken if 60 can still be piggybacked, and 20 if 20 can.
+        """
+        if self.full_speed or missing == 1:
+            return min(missing, self.num_tokens)
+        if self.num_pieces == 0:
+            return 0
+        return min(missing - 1, self.num_piggybacked, self.num_tokens)
+
+    def take(self, num_tokens: int, samples: bool) -> None:
+        """The step takes these tokens of a sequence. samples: they are its last ones."""
+        self.num_tokens -= num_tokens
+        if not self.full_speed and not samples:
+            self.num_piggybacked -= num_tokens
+            self.num_pieces -= 1
 
 
 class ScheduledSequence(NamedTuple):
@@ -66,6 +89,8 @@ class ScheduledStep:
     first_parts: tuple[ScheduledSequence, ...]
     """The parts of the first step of the run."""
     kind: StepKind
+    sampling: tuple[Sequence, ...]
+    """The sequences that get a token, in the order of `sampling_parts`."""
     offset: int = 0
     """Steps since the run's first one."""
 
@@ -73,14 +98,12 @@ class ScheduledStep:
     def of(cls, parts: tuple[ScheduledSequence, ...], piggyback: bool = False) -> ScheduledStep:
         """A step of these parts. piggyback: make it of kind PIGGYBACKED if its parts allow it."""
         if all(part.decodes for part in parts):
-            return cls(parts, StepKind.DECODE)
-        piggyback = piggyback and any(part.samples for part in parts)
-        for part in parts:
-            if part.samples:
-                piggyback = piggyback and part.decodes and not part.admitted
-            else:
-                piggyback = piggyback and part.seq.params.prompt_logprobs is None
-        return cls(parts, StepKind.PIGGYBACKED if piggyback else StepKind.MIXED)
+            kind = StepKind.DECODE
+        elif piggyback and _can_piggyback(parts):
+            kind = StepKind.PIGGYBACKED
+        else:
+            kind = StepKind.MIXED
+        return cls(parts, kind, tuple(part.seq for part in parts if part.samples))
 
     @property
     def continues(self) -> bool:
@@ -93,11 +116,6 @@ class ScheduledStep:
         return tuple(
             ScheduledSequence(p.seq, p.start + self.offset, 1, True, p.seq_slot, False) for p in self.first_parts
         )
-
-    @cached_property
-    def sampling(self) -> tuple[Sequence, ...]:
-        """The sequences that get a token, in the order of `sampling_parts`."""
-        return tuple(p.seq for p in self.first_parts if p.samples)
 
     @cached_property
     def sampling_parts(self) -> tuple[ScheduledSequence, ...]:
@@ -113,10 +131,19 @@ class ScheduledStep:
 
     def next(self) -> ScheduledStep:
         """The continuation of this step."""
-        step = ScheduledStep(self.first_parts, self.kind, self.offset + 1)
-        step.__dict__["sampling"] = self.sampling  # the same sequences: no need to collect them again
-        return step
+        return ScheduledStep(self.first_parts, self.kind, self.sampling, self.offset + 1)
 
     @property
     def num_tokens(self) -> int:
         return sum(p.num_tokens for p in self.first_parts)
+
+
+def _can_piggyback(parts: Iterable[ScheduledSequence]) -> bool:
+    """Whether some of the parts decode, and all others are pieces of prompts that can be piggybacked on these."""
+    decodes = [part for part in parts if part.samples]
+    pieces = [part for part in parts if not part.samples]
+    return (
+        bool(decodes)
+        and all(part.decodes and not part.admitted for part in decodes)
+        and all(piece.seq.params.prompt_logprobs is None for piece in pieces)
+    )

@@ -23,11 +23,12 @@ def compute(manager, seq, num_tokens=None):
     num_tokens = seq.num_tokens if num_tokens is None else num_tokens
     if not seq.block_table:
         prefix = manager.match_prefix(seq)
-        assert manager.admit(seq, prefix, num_tokens)
+        assert manager.fits(prefix, num_tokens)
+        manager.admit(seq, prefix, num_tokens)
     else:
         assert manager.grow(seq, num_tokens)
     seq.num_computed_tokens = num_tokens
-    manager.register(seq)
+    manager.register(seq, num_tokens)
     return seq
 
 
@@ -49,7 +50,7 @@ def test_grow_is_all_or_nothing():
     manager.check([seq])
 
 
-def test_admit_is_all_or_nothing():
+def test_a_free_block_of_the_prefix_is_not_counted_twice():
     manager = BlockManager(3, BLOCK)
     first = compute(manager, make(range(9)))
     manager.free(first)
@@ -57,13 +58,14 @@ def test_admit_is_all_or_nothing():
     seq = make([*range(4), *range(50, 58)])
     prefix = manager.match_prefix(seq)
     assert len(prefix) == 1
-    # One block is free, and it is the prefix itself: it must not be counted twice.
-    assert not manager.admit(seq, prefix, 12)
-    assert seq.block_table == [] and manager.match_prefix(seq) == prefix
+    # One block is free, and it is the prefix itself.
+    assert manager.num_free_blocks == 1 and not manager.fits(prefix, 12)
+    assert manager.match_prefix(seq) == prefix
     manager.check([other, seq])
     manager.free(other)
-    assert not manager.admit(seq, prefix, 12, 13) and seq.block_table == []  # room for more than it gets
-    assert manager.admit(seq, prefix, 11, 12) and len(seq.block_table) == 3
+    assert manager.fits(prefix, 12) and not manager.fits(prefix, 13)
+    manager.admit(seq, prefix, 11)
+    assert len(seq.block_table) == 3 and manager.num_free_blocks == 0
     manager.check([seq])
 
 
@@ -114,7 +116,7 @@ def test_only_computed_and_known_tokens_are_registered():
     assert manager.match_prefix(make(range(12))) == seq.block_table[:2]
     seq.token_ids += [8, 9, 10, 11]
     seq.num_pending = 0
-    manager.register(seq)
+    manager.register(seq, 12)
     assert manager.match_prefix(make(range(13))) == seq.block_table[:3]
     manager.check([seq])
 
@@ -123,10 +125,10 @@ def test_blocks_computed_twice_stay_private():
     manager = BlockManager(16, BLOCK)
     first, second = make(range(8)), make(range(8))
     prefix = manager.match_prefix(first)
-    assert manager.admit(first, prefix, 8) and manager.admit(second, prefix, 8)  # before either is registered
+    for seq in (first, second):  # before either is registered
+        manager.admit(seq, prefix, 8)
     for seq in (first, second):
-        seq.num_computed_tokens = 8
-        manager.register(seq)
+        manager.register(seq, 8)
     manager.check([first, second])
     assert manager.match_prefix(make(range(9))) == first.block_table
     manager.free(first)
@@ -247,16 +249,15 @@ class Model(RuleBasedStateMachine):
         assert start < length
         for i, block in enumerate(prefix):
             assert self.content[block] == tokens[: (i + 1) * BLOCK]
-        free, missing = (
-            self.manager.num_free_blocks,
-            self.manager.blocks_needed(min(length, start + part)) - len(prefix),
-        )
+        end = min(length, start + part)
+        free, missing = self.manager.num_free_blocks, self.manager.blocks_needed(end) - len(prefix)
         revived = len(set(prefix) - {b for s in self.live for b in s.block_table})
-        admitted = self.manager.admit(seq, prefix, min(length, start + part))
-        assert admitted == (missing <= free - revived)
-        if admitted:
+        fits = self.manager.fits(prefix, end)
+        assert fits == (missing <= free - revived)
+        if fits:
+            self.manager.admit(seq, prefix, end)
             self.live.append(seq)
-            self.write(seq, start, min(length, start + part))
+            self.write(seq, start, end)
 
     def write(self, seq, start, end):
         # What is shared is never written.
@@ -265,7 +266,7 @@ class Model(RuleBasedStateMachine):
         seq.num_computed_tokens = end
         for i in range(start // BLOCK, -(-end // BLOCK)):
             self.content[seq.block_table[i]] = seq.token_ids[: min(end, (i + 1) * BLOCK)]
-        self.manager.register(seq)
+        self.manager.register(seq, end)
 
     @precondition(lambda self: self.live)
     @rule(which=st.integers(0, 100), tokens=st.integers(1, 9))

@@ -103,8 +103,8 @@ class Piggyback:
             max_num_tokens - len(decodes),
         )
         num_tokens = min(len(decodes) + sum(prompt_tokens), max_num_tokens)
-        piggybacked = None if prompt_tokens.full_speed else prompt_tokens.piggybacked
-        return StepBudget(num_tokens, piggybacked, self.sizes.max_pieces)
+        at_full_speed = prompt_tokens.full_speed > 0
+        return StepBudget(num_tokens, at_full_speed, prompt_tokens.piggybacked, self.sizes.max_pieces)
 
     # ------------------------------------------------------------------------------------------------ how many tokens
 
