@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,6 +88,42 @@ class LogitChanges(NamedTuple):
     """On the host: whether any change depends on the last token."""
 
 
+class _SamplingBuffer(NamedTuple):
+    """The metadata of R rows and their C changes: views of one int64 buffer, so that one copy takes all to the device.
+
+    They are NumPy arrays on the host, tensors on the device. Two numbers of 32 bits share a word of the buffer.
+    """
+
+    draws: Any
+    """[3, R] int64; this and the next two are as in `PackedSampling`."""
+    floats: Any
+    """[6, R] float32"""
+    top_k: Any
+    """[R] int32"""
+    changes: Any
+    """[3, C] int64: row, token id and `LogitChange.after`"""
+    values: Any
+    """[C] float32"""
+
+    @staticmethod
+    def num_words(num_rows: int, num_changes: int) -> int:
+        return 6 * num_rows + -(-num_rows // 2) + 3 * num_changes + -(-num_changes // 2)
+
+    @classmethod
+    def of(cls, buffer: Any, num_rows: int, num_changes: int) -> _SamplingBuffer:
+        float32, int32 = (torch.float32, torch.int32) if isinstance(buffer, torch.Tensor) else (np.float32, np.int32)
+        floats_at, top_k_at = 3 * num_rows, 6 * num_rows
+        changes_at = top_k_at + -(-num_rows // 2)
+        values_at = changes_at + 3 * num_changes
+        return cls(
+            buffer[:floats_at].reshape(3, num_rows),
+            buffer[floats_at:top_k_at].view(float32).reshape(6, num_rows),
+            buffer[top_k_at:changes_at].view(int32)[:num_rows],
+            buffer[changes_at:values_at].reshape(3, num_changes),
+            buffer[values_at:].view(float32)[:num_changes],
+        )
+
+
 @dataclass(frozen=True)
 class SamplingMetadata:
     """Device tensors, one entry for each of the R rows that sample in a step. None: no row needs it."""
@@ -118,45 +154,38 @@ class SamplingMetadata:
     def build(cls, rows: Sequence[SamplingRow], device: torch.device | str) -> SamplingMetadata:
         """Everything in one buffer and one copy to the device; on CUDA from pinned memory, without waiting for it."""
         pin = torch.device(device).type == "cuda"
-        params = [row.params for row in rows]
         changes = [(i, change) for i, row in enumerate(rows) for change in row.changes]
-        num_rows, num_changes = len(rows), len(changes)
-        sizes = [3 * num_rows, 3 * num_rows, (num_rows + 1) // 2, 3 * num_changes, (num_changes + 1) // 2]
-
-        def fields(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            ints, floats, top_k, places, values = buffer.split(sizes)
-            return (
-                ints.view(3, num_rows),
-                floats.view(torch.float32).view(6, num_rows),
-                top_k.view(torch.int32)[:num_rows],
-                places.view(3, num_changes),
-                values.view(torch.float32)[:num_changes],
-            )
-
-        host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=pin)
-        ints, floats, top_k, places, values = (t.numpy() for t in fields(host))
-        ints[:], floats[:], top_k[:] = PackedSampling.of(rows)
+        size = len(rows), len(changes)
+        buffer = torch.empty(_SamplingBuffer.num_words(*size), dtype=torch.int64, pin_memory=pin)
+        host = _SamplingBuffer.of(buffer.numpy(), *size)
+        host.draws[:], host.floats[:], host.top_k[:] = PackedSampling.of(rows)
         if changes:
-            places[:] = np.array([(i, c.token_id, c.after) for i, c in changes], np.int64).T
-            values[:] = [c.value for _, c in changes]
+            host.changes[:] = np.array([(i, c.token_id, c.after) for i, c in changes], np.int64).T
+            host.values[:] = [c.value for _, c in changes]
 
-        dev_ints, dev_floats, dev_top_k, dev_places, dev_values = fields(host.to(device, non_blocking=pin))
-        device_changes = LogitChanges(
-            dev_places[0], dev_places[1], dev_places[2], dev_values, any(c.after >= 0 for _, c in changes)
-        )
+        sent = _SamplingBuffer.of(buffer.to(device, non_blocking=pin), *size)
+        params = [row.params for row in rows]
+        seeds, positions, seq_slots = sent.draws
+        penalties = sent_changes = None
+        if any(p.uses_penalties for p in params):
+            penalties = sent.floats[3], sent.floats[4], sent.floats[5]
+        if changes:
+            changed_rows, token_ids, after = sent.changes
+            conditional = any(c.after >= 0 for _, c in changes)
+            sent_changes = LogitChanges(changed_rows, token_ids, after, sent.values, conditional)
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
-            temperature=dev_floats[0],
-            top_k=dev_top_k if any(p.uses_filters and p.top_k > 0 for p in params) else None,
-            top_p=dev_floats[1] if any(p.uses_filters and p.top_p < 1 for p in params) else None,
-            min_p=dev_floats[2] if any(p.uses_filters and p.min_p > 0 for p in params) else None,
-            seeds=dev_ints[0],
-            positions=dev_ints[1],
-            seq_slots=dev_ints[2],
-            penalties=(dev_floats[3], dev_floats[4], dev_floats[5]) if any(p.uses_penalties for p in params) else None,
-            changes=device_changes if changes else None,
+            temperature=sent.floats[0],
+            top_k=sent.top_k if any(p.uses_filters and p.top_k > 0 for p in params) else None,
+            top_p=sent.floats[1] if any(p.uses_filters and p.top_p < 1 for p in params) else None,
+            min_p=sent.floats[2] if any(p.uses_filters and p.min_p > 0 for p in params) else None,
+            seeds=seeds,
+            positions=positions,
+            seq_slots=seq_slots,
+            penalties=penalties,
+            changes=sent_changes,
             all_greedy=all(p.greedy for p in params),
-            max_logprobs=max(wanted) if wanted else None,
+            max_logprobs=max(wanted, default=None),
         )
 
 
@@ -215,7 +244,9 @@ class Sampler:
         """
         if not params.uses_penalties:
             return
-        self.masks.settle()  # `_to_device` may take memory and keep the interpreter while it waits for the device
+        # Pinned memory for `_to_device` may have to wait for the device, and this thread then keeps the interpreter.
+        # The device may be waiting for masks, whose thread needs the interpreter: so they are finished first.
+        self.masks.settle()
         if self._penalty_state is None:
             shape = (self.max_num_seqs, self.vocab_size)
             output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)
@@ -252,7 +283,8 @@ class Sampler:
         if meta.penalties is not None:
             logits = self._penalize(logits, meta, *meta.penalties, in_place=logits is not raw)
         if masks is not None:
-            logits = logits.clone() if logits is raw else logits
+            if logits is raw:
+                logits = logits.clone()
             self.mask_op(logits, *masks())
         if meta.all_greedy:
             token_ids = logits.argmax(-1)
