@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +12,19 @@ import torch
 from nanovllm.engine.kv_cache import kv_slot
 from nanovllm.engine.step import ScheduledSequence
 from nanovllm.layers.attention import AttentionMetadata, SharedPrefixes
+
+
+class PromptRows(NamedTuple):
+    """The rows of logits that give the log-probabilities of prompt tokens, in a part that computes some of the prompt.
+
+    The row of a token gives the log-probabilities of the next one. Of a prompt of 5 tokens in one part, 4 rows give
+    those of tokens 1 to 4; from the fifth row a token is sampled.
+    """
+
+    part: ScheduledSequence
+    first: int
+    """The first row, among the logits that the batch wants."""
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -34,8 +48,8 @@ class Batch:
     """int64: the rows whose logits are needed, in order."""
     sample_rows: np.ndarray
     """int64: for each part that samples, its row among the logits."""
-    prompt_rows: tuple[tuple[ScheduledSequence, int, int], ...]
-    """(part, first row among the logits, number of rows) for the parts whose prompt log-probabilities are wanted."""
+    prompt_rows: tuple[PromptRows, ...]
+    """Of the parts whose prompt log-probabilities are wanted."""
 
     @property
     def num_tokens(self) -> int:
@@ -59,7 +73,7 @@ class Batch:
         context_lens = np.empty(num_decodes, np.int32)
         logits_rows: list[int] = []
         sample_rows: list[int] = []
-        prompt_rows = []
+        prompt_rows: list[PromptRows] = []
         row = 0
         for i, part in enumerate(parts):
             seq, start, n = part.seq, part.start, part.num_tokens
@@ -78,14 +92,12 @@ class Batch:
                 tokens[2, row : row + n] = kv_slot(block_table[i, positions // block_size], positions, block_size)
             row += n
             if seq.params.prompt_logprobs is not None and start < seq.prompt_len:
-                # Row j predicts token start + j + 1, of which those inside the prompt are wanted.
-                prompt_rows.append((part, len(logits_rows), min(n, seq.prompt_len - 1 - start)))
-                logits_rows.extend(range(row - n, row - 1))
-                if not part.samples:
-                    logits_rows.append(row - 1)
-            if part.samples:
-                sample_rows.append(len(logits_rows))
+                prompt_rows.append(PromptRows(part, len(logits_rows), min(n, seq.prompt_len - 1 - start)))
+                logits_rows.extend(range(row - n, row))
+            elif part.samples:
                 logits_rows.append(row - 1)
+            if part.samples:
+                sample_rows.append(len(logits_rows) - 1)
         prefills = parts[num_decodes:]
         return cls(
             tokens=tokens,

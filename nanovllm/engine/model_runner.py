@@ -185,7 +185,7 @@ class ModelRunner:
             logits_of = lambda rows: self.paged.logits(hidden[rows])  # noqa: E731
         else:
             logits_of = logits.__getitem__
-        prompt = [self._prompt_logprobs(part, first, n, logits_of) for part, first, n in batch.prompt_rows if n > 0]
+        prompt = [self._prompt_logprobs(*rows, logits_of) for rows in batch.prompt_rows if rows.num_rows > 0]
         return prompt, logits_of(to_device(batch.sample_rows, self.device))
 
     def _prompt_logprobs(

@@ -52,12 +52,14 @@ class PagedModel:
     def few_layers(self) -> Iterator[None]:
         """Within the block the model runs only its first layers. Use it to compile kernels: the results are wrong.
 
-        At least two layers run, and at least one of every kind, such as one with a window.
+        At least two layers run, and at least one of every kind: of five layers with a window and one without, all six.
         """
-        caches, kinds = self.caches, self.model.config.layers[: len(self.caches)]
-        firsts = [kinds.index(kind) for kind in set(kinds)]
-        self.caches = caches[: max(2, 1 + max(firsts))]  # the model runs as many layers as there are caches
+        all_caches = self.caches
+        layers = self.model.config.layers[: len(all_caches)]
+        first_of_each_kind = [layers.index(layer) for layer in set(layers)]
+        num_layers = max(2, 1 + max(first_of_each_kind))
+        self.caches = all_caches[:num_layers]  # the model runs as many layers as there are caches
         try:
             yield
         finally:
-            self.caches = caches
+            self.caches = all_caches
