@@ -7,21 +7,21 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.logprobs import LogprobsTensors
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_setup import custom_kernels_wanted
 from nanovllm.engine.ranks.interface import Ranks
 from nanovllm.engine.ranks.leader import Leader
+from nanovllm.engine.reentrancy_guard import ReentrancyGuard
 from nanovllm.engine.requests.maker import RequestMaker
 from nanovllm.engine.requests.request import Completion, InboxEntry, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
 from nanovllm.hardware.devices import select_device
-from nanovllm.kernels import Kernels, resolve_kernels
+from nanovllm.kernels import resolve_kernels
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.constraint import TokenConstraint
 from nanovllm.structured.constraint_maker import ConstraintMaker
@@ -65,7 +65,8 @@ class LLMEngine:
         size = config.tensor_parallel_size
         device = select_device(config.device, 0 if ranks is None else ranks.rank, size)
         self.ranks = ranks or (Leader(config, checkpoint.config, device) if size > 1 else Ranks())
-        self.kernels = _resolve_kernels(config, device, checkpoint.config.use_custom_kernels)
+        custom = custom_kernels_wanted(config, checkpoint.config)
+        self.kernels = resolve_kernels(device, custom, config.kernel_priority, config.kernel_plugins)
         logger.info("kernels: %s", self.kernels.summary())
         self.tokenizer = _load_tokenizer(config, checkpoint)
         self.sampling_defaults = sampling_defaults(config, checkpoint)
@@ -94,8 +95,10 @@ class LLMEngine:
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}
         self._inbox: deque[InboxEntry] = deque()
         """In order. Appending to a deque is atomic."""
-        self._turns: deque[object] = deque()
-        """The step that runs, first. Not a lock: an interrupt on leaving `with lock:` would leave it locked."""
+        self._one_step_at_a_time = ReentrancyGuard(
+            "a step was started inside of a step, by a signal handler, a finalizer or another thread; only abort there,"
+            " and let one thread run the steps"
+        )
         self.num_lost = 0
         """Requests that were lost by steps that failed."""
 
@@ -167,26 +170,7 @@ class LLMEngine:
             Whatever the forward pass raised. The requests that ran are ended with "abort" and have it as their
             `failure`; the engine goes on with the others.
         """
-        turn = object()
-        try:
-            try:
-                self._turns.append(turn)
-                if self._turns[0] is not turn:
-                    raise RuntimeError(
-                        "a step was started inside of a step, by a signal handler, a finalizer or another thread;"
-                        " only abort there, and let one thread run the steps"
-                    )
-                return self.ranks.run_step(self._step)
-            finally:
-                self._end_turn(turn)
-        finally:  # again, since an interrupt may have come at the first time
-            self._end_turn(turn)
-
-    def _end_turn(self, turn: object) -> None:
-        try:
-            self._turns.remove(turn)
-        except ValueError:
-            pass
+        return self._one_step_at_a_time.run(lambda: self.ranks.run_step(self._step))
 
     def _step(self) -> list[Request]:
         try:
@@ -195,6 +179,7 @@ class LLMEngine:
             self.ranks.compare_schedules(step)
             if step is not None:
                 self._in_flight.append(self.runner.execute(step))
+            # A step that is launched ahead lets the one before it be read while the device is busy.
             if self._in_flight and (step is None or len(self._in_flight) > self._steps_ahead):
                 return self._update(self._in_flight.popleft())
             return []
@@ -205,24 +190,30 @@ class LLMEngine:
             raise
 
     def _apply_inbox(self) -> None:
-        """An entry is removed after it was applied, and may be applied twice, since an interrupt can come at any
-        line.
-        """
+        """An interrupt can come at any line: an entry is removed after it was applied, and may be applied twice."""
         count = len(self._inbox)  # what other threads append now is for the next step
         self.ranks.send_inbox([self._inbox[i] for i in range(count)])
         for _ in range(count):
             request, aborted = self._inbox[0]
-            for completion in request.completions if aborted is None else aborted:
-                seq = completion.seq
-                if aborted is not None:
-                    self.scheduler.finish(seq, "abort")
-                    request.notify()
-                    self._completions.pop(seq, None)
-                elif not seq.finished and seq not in self._completions:
-                    self._completions[seq] = request, completion
-                    seq.offline = request.offline and request.params.prompt_logprobs is None
-                    self.scheduler.add(seq)
+            if aborted is None:
+                self._start(request)
+            else:
+                self._abort(request, aborted)
             self._inbox.popleft()
+
+    def _start(self, request: Request) -> None:
+        for completion in request.completions:
+            seq = completion.seq
+            if not seq.finished and seq not in self._completions:
+                self._completions[seq] = request, completion
+                seq.offline = request.offline and request.params.prompt_logprobs is None
+                self.scheduler.add(seq)
+
+    def _abort(self, request: Request, completions: list[Completion]) -> None:
+        for completion in completions:
+            self.scheduler.finish(completion.seq, "abort")
+            request.notify()
+            self._completions.pop(completion.seq, None)
 
     def _update(self, result: StepResult) -> list[Request]:
         """Read a step's tokens, once they are there, and give them to their requests, which are returned."""
@@ -230,9 +221,8 @@ class LLMEngine:
         for prompt in result.prompt_logprobs:
             self._read_prompt_logprobs(prompt)
         grown = self.scheduler.update(result.step, token_ids)
-        row_of: dict[Sequence, int] = {}
         if result.logprobs is not None:
-            row_of = {seq: row for row, seq in enumerate(result.step.sampling)}
+            self._read_logprobs(result.step.sampling, result.logprobs)
         requests: dict[Request, None] = {}
         ended = []
         completions = self._completions
@@ -240,7 +230,7 @@ class LLMEngine:
             request, completion = completions[seq]
             requests[request] = None
             if completion.needs_every_token:  # others are only counted until they end
-                self._process_token(request, completion, result.logprobs, row_of.get(seq, 0))
+                self._process_token(request, completion)
             if request.first_token_time is None or seq.finished:
                 request.record_token_time()
                 if seq.finished:
@@ -250,16 +240,12 @@ class LLMEngine:
             del completions[seq]
         return list(requests)
 
-    def _process_token(
-        self, request: Request, completion: Completion, logprobs: LogprobsTensors | None, row: int
-    ) -> None:
-        """Let a completion's log-probabilities, stop strings, stream and constraint take its newest token."""
-        seq = completion.seq
-        if seq.constraint is not None and seq.constraint.ended_by_force(seq.num_output_tokens) and seq.finished:
-            self._log_early_end(request, seq.constraint.error)
+    def _process_token(self, request: Request, completion: Completion) -> None:
+        """Let a completion's constraint, text and stream take its newest token. Its stop strings may end it."""
+        seq, constraint = completion.seq, completion.seq.constraint
+        if seq.finished and constraint is not None and constraint.ended_by_force(seq.num_output_tokens):
+            self._log_early_end(request, constraint.error)  # only an end token was allowed
             seq.finish_reason, seq.stop_reason = "abort", None
-        if completion.logprobs is not None and logprobs is not None:
-            completion.logprobs.append(logprobs.row(row, seq.params.logprobs or 0, request.token_text))
         stop = completion.append(seq.token_ids[-1])
         if stop is not None:
             self.scheduler.finish(seq, "stop", stop)
@@ -267,10 +253,11 @@ class LLMEngine:
                 seq.finish_reason, seq.stop_reason = "stop", stop
         if request.incremental:
             request.notify()
-        if seq.constraint is not None and not seq.finished:
-            self._check_constraint(request, seq, seq.constraint)
+        if constraint is not None and not seq.finished:
+            self._end_if_broken(request, seq, constraint)
 
-    def _check_constraint(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
+    def _end_if_broken(self, request: Request, seq: Sequence, constraint: TokenConstraint) -> None:
+        """End a sequence whose constraint can make no more masks, or too slowly."""
         error = constraint.error_at(seq.num_output_tokens)
         if error is None:
             return
@@ -285,6 +272,14 @@ class LLMEngine:
             extra = {"request_id": request.name}
             logger.warning("request %s ends early: %s", request.log_name, error, extra=extra)
 
+    def _read_logprobs(self, sampling: tuple[Sequence, ...], logprobs: LogprobsTensors) -> None:
+        """Give completions the log-probabilities of their newest tokens. logprobs: a row for each sequence."""
+        for row, seq in enumerate(sampling):
+            if seq.params.logprobs is not None and seq in self._completions:  # not if it ended in an earlier step
+                request, completion = self._completions[seq]
+                assert completion.logprobs is not None
+                completion.logprobs.append(logprobs.row(row, seq.params.logprobs, request.token_text))
+
     def _read_prompt_logprobs(self, prompt: PromptLogprobs) -> None:
         found = self._completions.get(prompt.seq)
         if found is None or found[0].prompt_logprobs is None:
@@ -294,11 +289,10 @@ class LLMEngine:
             found[0].prompt_logprobs[prompt.start + i] = rows.row(i, count, found[0].token_text)
 
     def _abandon_running(self, failure: BaseException) -> None:
-        """End every sequence that ran or had a step in flight: after a failure nothing that was computed can be
-        trusted.
+        """End every sequence that ran or had a step in flight, since nothing that was computed can be trusted.
 
-        An interrupt can come in the middle of anything, so the scheduler's list of running sequences is not used: the
-        sequences that do not wait are ended.
+        These are the sequences that do not wait. The scheduler's list of running sequences may be wrong after an
+        interrupt, which can come at any line.
         """
         self._in_flight.clear()
         self.scheduler.reset()
@@ -307,7 +301,8 @@ class LLMEngine:
             if seq not in waiting:
                 if not seq.finished:
                     seq.end("abort")
-                self.num_lost += request.failure is None
+                if request.failure is None:
+                    self.num_lost += 1
                 request.failure = failure
                 request.notify()
                 del self._completions[seq]
@@ -342,9 +337,3 @@ def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
             " ids"
         )
     return tokenizer
-
-
-def _resolve_kernels(config: EngineConfig, device: torch.device, model_choice: bool | None) -> Kernels:
-    """The argument wins over the model's config.json; the default is on."""
-    choice = next((c for c in (config.use_custom_kernels, model_choice) if c is not None), True)
-    return resolve_kernels(device, choice, config.kernel_priority, config.kernel_plugins)

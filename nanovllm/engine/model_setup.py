@@ -50,15 +50,22 @@ def select_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> tor
     return getattr(torch, name)
 
 
+def custom_kernels_wanted(config: EngineConfig, model: ModelConfig) -> bool:
+    """The argument wins over the model's config.json; the default is on."""
+    for choice in (config.use_custom_kernels, model.use_custom_kernels):
+        if choice is not None:
+            return choice
+    return True
+
+
 def report_op_by_op(reason: str, config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:
     """Log why a model's layers do not run as one op. It is a warning if kernels that were wanted cannot run.
 
     Raises:
         ValueError: an argument needs that op.
     """
-    choice = config.use_custom_kernels, checkpoint.config.use_custom_kernels
     missing = None
-    if reason == NOT_SELECTED and next((c for c in choice if c is not None), True):
+    if reason == NOT_SELECTED and custom_kernels_wanted(config, checkpoint.config):
         missing = missing_kernels(device)
     if config.cpu_activations != "float32":
         raise ValueError(f"cpu_activations={config.cpu_activations!r}: needs packed weights, but {missing or reason}")
