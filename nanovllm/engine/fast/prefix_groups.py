@@ -1,12 +1,14 @@
 """Which sequences of a decode batch share leading blocks, and whether attending to these once is worth it.
 
-Sequences that share a prefix have the same blocks there (prefix cache hits, n > 1), so block tables say all. They are
-compared when sequences come or go, and never while a run continues: a table only grows at its end, by unshared blocks.
+Sequences that share a prefix have the same blocks there (prefix cache hits, n > 1), so comparing block tables finds
+them. They are compared when sequences come or go, and never while the same sequences decode on: a table only grows at
+its end, by unshared blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +29,7 @@ class PrefixGroup(NamedTuple):
 
     @property
     def saved(self) -> int:
-        """Blocks that need not be read."""
+        """Block reads that the group saves: a shared block is read once, not once for each row."""
         return self.blocks * (len(self.rows) - 1)
 
 
@@ -36,59 +38,73 @@ def find_groups(tables: np.ndarray, limits: np.ndarray, most: int = MAX_GROUPS) 
 
     Args:
         tables: [n, max_blocks] int32, by row: block numbers from 0 on.
-        limits: [n] how many leading blocks of each row may be shared; what lies behind them in its table is not looked
-            at.
+        limits: [n] how many leading blocks of each row may be shared; later blocks of its table are not compared.
     """
     rows = np.flatnonzero(limits > 0)
     _, inverse, counts = np.unique(tables[rows, 0], return_inverse=True, return_counts=True)
-    rows = rows[counts[inverse] > 1]
+    rows = rows[counts[inverse] > 1]  # the others share no first block, so they share nothing
     if not len(rows):
         return []
     limits = limits[rows]
     width = int(limits.max())
     keys = np.ascontiguousarray(tables[rows, :width])
+    # A row has a negative number of its own in place of each block that it may not share.
     np.copyto(keys, (-1 - rows[:, None]).astype(np.int32), where=np.arange(width) >= limits[:, None])
-    # As strings of bytes: any order that puts equal beginnings side by side will do.
+    # Sorted as strings of bytes: any order does that puts rows with equal leading blocks side by side.
     order = np.argsort(keys.view(f"S{4 * width}")[:, 0], kind="stable")
     rows, keys = rows[order], keys[order]
     differs = keys[1:] != keys[:-1]
     common = np.where(differs.any(1), differs.argmax(1), width).tolist()
-    groups = [PrefixGroup(blocks, np.sort(rows[start:end])) for start, end, blocks in _best(common)]
+    groups = [PrefixGroup(blocks, np.sort(rows[start:end])) for start, end, blocks in _best_groups(common)]
     groups.sort(key=lambda group: (-group.saved, group.rows[0]))
     return groups[:most]
 
 
-def _best(common: list[int]) -> list[tuple[int, int, int]]:
-    """(start, end, blocks) of the best groups of sorted tables; `common` has the number of leading blocks that each
-    table shares with the next.
+@dataclass(slots=True)
+class _Run:
+    """Consecutive sorted rows, from `start` on, that have their first `blocks` blocks in common."""
 
-    The runs of tables with a prefix in common are a tree: the runs inside of one have a longer prefix in common. What
-    saves most inside of a run is the run itself, or the best of those inside of it together.
+    blocks: int
+    start: int
+    saved: int = 0
+    """Blocks that `groups` save."""
+    groups: list[tuple[int, int, int]] = field(default_factory=list)
+    """(start, end, blocks) of the best groups so far in this run."""
+
+
+def _best_groups(common: list[int]) -> list[tuple[int, int, int]]:
+    """(start, end, blocks) of the groups of sorted rows that save most.
+
+    Runs are nested: rows that share a longer prefix are a run inside of the run that shares a shorter one. When a run
+    has ended, its best groups are either the whole run as one group, or the best groups of the runs inside of it.
+
+    Example: common = [3, 1, 2, 2]. Rows 0 and 1 share 3 blocks, rows 2 to 4 share 2, and all five share 1. All as one
+    group save 1 * 4 blocks; the two groups inside save 3 * 1 + 2 * 2. The result is [(0, 2, 3), (2, 5, 2)].
+
+    Args:
+        common: for each row the number of leading blocks that it shares with the next one.
     """
-    found: list[tuple[int, int, int]] = []
-    stack = [(0, 0, 0, found)]  # of open runs: blocks, start, what the runs inside of it save, and which they are
-    for end, blocks in enumerate([*common, 0], 1):
-        inside: list[tuple[int, int, int]] = []
-        start, saved = end - 1, 0
-        while stack[-1][0] > blocks:
-            run_blocks, start, saved, inside = stack.pop()
-            own = run_blocks * (end - start - 1)
-            if own >= saved:
-                saved, inside = own, [(start, end, run_blocks)]
-            if stack[-1][0] >= blocks:
-                outer_blocks, outer_start, outer_saved, outer = stack[-1]
-                outer.extend(inside)
-                stack[-1] = outer_blocks, outer_start, outer_saved + saved, outer
-        if stack[-1][0] < blocks:
-            stack.append((blocks, start, saved, inside))
-    return found
+    open_runs = [_Run(0, 0)]  # the runs that the row and the next one are in, from the outermost on
+    for row, blocks in enumerate([*common, 0]):
+        while open_runs[-1].blocks > blocks:  # this run ends with the row
+            run = open_runs.pop()
+            saved_as_one = run.blocks * (row - run.start)
+            if saved_as_one >= run.saved:
+                run.saved, run.groups = saved_as_one, [(run.start, row + 1, run.blocks)]
+            if open_runs[-1].blocks < blocks:
+                open_runs.append(_Run(blocks, run.start))
+            open_runs[-1].saved += run.saved
+            open_runs[-1].groups += run.groups
+        if open_runs[-1].blocks < blocks:
+            open_runs.append(_Run(blocks, row))
+    return open_runs[0].groups
 
 
 class PrefixGroups:
     """The groups of the decode state's rows, on the device, for `AttentionMetadata.shared`.
 
     Args:
-        token_bytes: that a token takes in the cache of a layer.
+        token_bytes: bytes of a token in the cache of a layer.
         min_rows: batches of fewer sequences have no groups.
         min_saved_bytes: bytes of a layer's cache that groups must save in a step to be used.
     """
@@ -112,9 +128,8 @@ class PrefixGroups:
         self._tables[row, : len(blocks)] = blocks
 
     def update(self, num_rows: int, positions: np.ndarray) -> None:
-        """The first `num_rows` rows have other sequences; they compute the tokens at `positions` next.
-
-        Only blocks before the token's block are shared, since the step writes to that one.
+        """Find the groups anew, since the first `num_rows` rows have other sequences. positions: of the tokens that
+        they compute next. Only blocks before the token's block are shared, since the step writes to that one.
         """
         self.groups = ()
         if num_rows >= self._min_rows:
@@ -132,12 +147,13 @@ class PrefixGroups:
         """Copy the groups to the device, if they differ from those sent last."""
         host = torch.zeros(len(self._sent), dtype=torch.int32, pin_memory=self._device.is_cuda)
         groups, rows, lens = self._parts(host.numpy())
-        place = 0
+        start = 0
         for i, group in enumerate(self.groups):
-            groups[i] = place, len(group.rows), group.blocks * self._block_size
-            rows[place : place + len(group.rows)] = group.rows
-            lens[group.rows] = group.blocks * self._block_size
-            place += len(group.rows)
+            end, shared_len = start + len(group.rows), group.blocks * self._block_size
+            groups[i] = start, len(group.rows), shared_len
+            rows[start:end] = group.rows
+            lens[group.rows] = shared_len
+            start = end
         if not np.array_equal(host.numpy(), self._sent):
             self._device.copy_(host, non_blocking=True)
             self._sent[:] = host.numpy()
@@ -148,5 +164,6 @@ class PrefixGroups:
         return SharedPrefixes(groups, rows[:num_rows], lens[:num_rows])
 
     def _parts(self, flat: Any) -> tuple[Any, Any, Any]:
+        """The fields of `SharedPrefixes` in a tensor or array of one dimension, as views."""
         end = 3 * MAX_GROUPS
         return flat[:end].reshape(MAX_GROUPS, 3), flat[end : end + self._size], flat[end + self._size :]
