@@ -33,15 +33,12 @@ class PromptTokens(NamedTuple):
 
 
 class PendingPrompt(NamedTuple):
-    """A prompt of which some tokens are still to be computed.
-
-    Attributes:
-        tokens: the tokens of its prompt that are still to be computed.
-        output: the most tokens that its output may have.
-    """
+    """A prompt of which some tokens are still to be computed."""
 
     tokens: int
+    """The tokens that are still to be computed."""
     output: int
+    """The most tokens that may follow the prompt."""
 
 
 class Piggyback:
@@ -51,9 +48,7 @@ class Piggyback:
         self.sizes = sizes or PiggybackSizes()
         self._max_num_seqs = max_num_seqs
         self._ended_early = False
-        """Whether an offline sequence ended before it had all tokens that it might have, since the scheduler was
-        idle.
-        """
+        """Whether an offline sequence has ended before it reached its longest output, since the scheduler was idle."""
 
     # ------------------------------------------------------------------------------------------------ sizes of steps
 
@@ -84,22 +79,26 @@ class Piggyback:
     def budget(
         self, running: Collection[TokenSequence], waiting: Collection[TokenSequence], max_num_tokens: int
     ) -> StepBudget:
-        """The budget of the next step. running, waiting: the sequences that it may compute, in order."""
+        """The budget of the next step.
+
+        Args:
+            running, waiting: the sequences that it may compute, in order.
+        """
         full_speed = StepBudget(max_num_tokens)
         decodes: list[TokenSequence] = []
         prompts: list[TokenSequence] = []
         for seq in running:
             (decodes if seq.num_tokens - seq.num_computed_tokens == 1 else prompts).append(seq)
-        # More prompts than seq_slots: they wait for others to end. Nor would the host have time to look at them all.
+        # More prompts than seq_slots: some wait until others end, and the host has no time to look at all of them.
         if len(prompts) + len(waiting) > self._max_num_seqs:
             return full_speed
         prompts.extend(waiting)
         if self._ended_early or not prompts or not all(seq.offline for seq in prompts):
             return full_speed
         prompt_tokens = self.prompt_tokens(
-            [seq.max_len - seq.num_tokens for seq in decodes],
-            max((seq.max_len - seq.num_tokens for seq in decodes if seq.offline), default=None),
-            [PendingPrompt(seq.num_tokens - seq.num_computed_tokens, seq.max_len - seq.num_tokens) for seq in prompts],
+            [_output_left(seq) for seq in decodes],
+            max((_output_left(seq) for seq in decodes if seq.offline), default=None),
+            [PendingPrompt(seq.num_tokens - seq.num_computed_tokens, _output_left(seq)) for seq in prompts],
             max_num_tokens - len(decodes),
         )
         num_tokens = min(len(decodes) + sum(prompt_tokens), max_num_tokens)
@@ -109,59 +108,74 @@ class Piggyback:
     # ------------------------------------------------------------------------------------------------ how many tokens
 
     def prompt_tokens(
-        self, ends: Sequence[int], horizon: int | None, prompts: Iterable[tuple[int, int]], most: int
+        self, decode_ends: Sequence[int], deadline: int | None, prompts: Iterable[tuple[int, int]], most: int
     ) -> PromptTokens:
-        """How many tokens of prompts a step computes. There must be at least one prompt.
+        """How many tokens of prompts the next step computes. There must be at least one prompt.
+
+        Example: 16 sequences decode and end in 100 steps. Beside them 240 prompt tokens fit into a step of 256 tokens,
+        and 368 into one of 384. The prompt of a request with an output of 90 tokens must be computed within 10 steps.
+        Up to 2,400 tokens, 240 a step are piggybacked; up to 3,680 tokens, 368. A longer prompt goes at full speed.
 
         Args:
-            ends: for each sequence that decodes, the number of steps until it reaches its longest output.
-            horizon: the number of steps until the last offline sequence that decodes has all its tokens; None if no
-                offline sequence decodes: then the first prompt decides.
+            decode_ends: for each sequence that decodes, the number of steps until it reaches its longest output.
+            deadline: the number of steps until the last offline sequence that decodes has all its tokens; None if no
+                offline sequence decodes: then the output of the first prompt sets it.
             prompts: as `PendingPrompt`, in the order in which they are computed.
             most: tokens of prompts at full speed.
         """
-        left = [PendingPrompt(*prompt) for prompt in prompts]
-        end = left[0].output if horizon is None else horizon
-        totals = self.sizes.totals
+        pending = [PendingPrompt(*prompt) for prompt in prompts]
+        last_end = pending[0].output if deadline is None else deadline
 
-        def rest_in_time(first: int, total: int = totals[-1]) -> bool:
-            return self._rest_in_time(first, ends, end, left, total)
+        def rest_in_time(num_full_speed: int, total: int) -> bool:
+            """Whether the first prompts can decode after the next step, and all others be piggybacked in time."""
+            outputs = [prompt.output for prompt in pending[:num_full_speed]]
+            rest = pending[num_full_speed:]
+            return self._end_in_time(rest, [*decode_ends, *outputs], max([last_end, *outputs]), total)
 
-        for total in totals:
+        for total in self.sizes.totals:
             if rest_in_time(0, total):
-                return PromptTokens(piggybacked=self.room(self.padded_rows(len(ends)), total))
-        # The more prompts are computed at full speed, the fewer are left to piggyback.
-        first = bisect_left(range(len(left)), True, lo=1, key=rest_in_time)
-        tokens = sum(prompt.tokens for prompt in left[:first])
+                return PromptTokens(piggybacked=self.room(self.padded_rows(len(decode_ends)), total))
+        # As few at full speed as possible, at least one. The more these are, the sooner the others end.
+        largest = self.sizes.totals[-1]
+        num_full_speed = bisect_left(range(len(pending)), True, lo=1, key=lambda n: rest_in_time(n, largest))
+        tokens = sum(prompt.tokens for prompt in pending[:num_full_speed])
         return PromptTokens(full_speed=min(max(tokens, self.sizes.min_full_speed_tokens), most))
 
-    def _rest_in_time(
-        self, first: int, ends: Sequence[int], horizon: int, prompts: Sequence[PendingPrompt], total: int
-    ) -> bool:
-        """Whether, with the first prompts computed at full speed, all others end in time if piggybacked on steps of
-        `total` tokens.
+    def _end_in_time(self, prompts: Sequence[PendingPrompt], running: list[float], deadline: int, total: int) -> bool:
+        """Whether all `prompts` and their outputs end by the deadline, if piggybacked on steps of `total` tokens.
+
+        It simulates these steps, one prompt after the other. The room for prompts changes only when a sequence ends or
+        a prompt becomes a decode, so `now`, in steps, jumps from one of these events to the next.
+
+        Args:
+            running: the step in which each decoding sequence ends. The simulation changes this list.
         """
-        outputs = [prompt.output for prompt in prompts[:first]]
-        horizon = max([horizon, *outputs])
-        running: list[float] = [*ends, *outputs]
         heapq.heapify(running)
         now = 0.0
-        for tokens, output in prompts[first:]:
+        for tokens, output in prompts:
             left: float = tokens
             while left:
-                if now >= horizon or now + output > horizon:
+                if now >= deadline or now + output > deadline:
                     return False
-                rate = 0  # without a seq_slot it does not begin
+                tokens_per_step = 0  # without a free seq_slot the prompt waits
                 if len(running) < self._max_num_seqs:
-                    rate = min(self.room(self.padded_rows(len(running)), total), tokens * self.sizes.max_pieces)
-                until = running[0] if running else horizon
-                if rate * (until - now) >= left:
-                    now, left = now + left / rate, 0
+                    room = self.room(self.padded_rows(len(running)), total)
+                    # A step has at most `max_pieces` prompts, which are taken to be as long as this one.
+                    tokens_per_step = min(room, tokens * self.sizes.max_pieces)
+                next_end = running[0] if running else deadline
+                before_next_end = tokens_per_step * (next_end - now)
+                if before_next_end >= left:
+                    now, left = now + left / tokens_per_step, 0
                 else:
-                    now, left = until, left - rate * (until - now)
+                    now, left = next_end, left - before_next_end
                 while running and running[0] <= now:
                     heapq.heappop(running)
-            if now + output > horizon:
+            if now + output > deadline:
                 return False
             heapq.heappush(running, now + output)
         return True
+
+
+def _output_left(seq: TokenSequence) -> int:
+    """The most tokens that may follow those of the sequence."""
+    return seq.max_len - seq.num_tokens

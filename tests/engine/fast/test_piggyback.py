@@ -38,7 +38,7 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
 
 
 @pytest.mark.parametrize(
-    "ends, horizon, prompts, expected",
+    "decode_ends, deadline, prompts, expected",
     [
         ([100] * 16, 100, [(2400, 90)], PromptTokens(piggybacked=240)),  # 10 steps
         ([100] * 16, 100, [(2401, 90)], PromptTokens(piggybacked=368)),
@@ -59,7 +59,7 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
         ([50] * 16 + [100] * 224, 100, [(320, 40)], PromptTokens()),  # no room until the first ones end
         ([50] * 16 + [100] * 224, 100, [(320, 41)], PromptTokens(piggybacked=144)),
         ([100] * 512, 100, [(1000, 10)], PromptTokens(full_speed=1024)),
-        ([], 5, [(2000, 0)], PromptTokens(full_speed=2000)),  # nothing ends before the horizon
+        ([], 5, [(2000, 0)], PromptTokens(full_speed=2000)),  # nothing ends before the deadline
         # Nobody decodes yet: the first of them sets the end.
         ([], None, [(500, 100), (3312, 92), (600, 50)], PromptTokens(full_speed=3812)),
         ([], None, [(500, 100), (3312, 91), (600, 50)], PromptTokens(full_speed=1024)),
@@ -71,8 +71,8 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
         ([100] * 16, 100, [(1, 98)] * 33, PromptTokens(full_speed=1024)),  # no more than 16 on a step
     ],
 )
-def test_tokens_of_prompts_by_hand(ends, horizon, prompts, expected):
-    assert Piggyback(512).prompt_tokens(ends, horizon, prompts, 16384) == expected
+def test_tokens_of_prompts_by_hand(decode_ends, deadline, prompts, expected):
+    assert Piggyback(512).prompt_tokens(decode_ends, deadline, prompts, 16384) == expected
 
 
 def test_prompts_that_lack_a_seq_slot_are_expected_to_wait_for_one():
