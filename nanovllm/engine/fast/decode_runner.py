@@ -28,8 +28,8 @@ class DecodeRunner:
     (`TokenRing`). It sends what changed before (see `DecodeState`), and takes part in sampling only where penalties,
     banned tokens or log-probabilities are wanted.
 
-    A step may have piggybacked pieces of prompts: the model runs on the rows and on these, which only leave their keys
-    and values.
+    A step may have piggybacked pieces of prompts: the model runs on the rows and on these pieces, of which only keys and
+    values are kept.
 
     Args:
         masks: the mask builder of the sampler.
@@ -37,7 +37,7 @@ class DecodeRunner:
         buckets: the batch sizes that steps are padded to; None: none is padded.
         capture_sampling: whether `Sampler.sample_op` is worth a graph; it then takes greedy rows too.
         piggyback: the sizes of steps with piggybacked prompts; None: there are none.
-        mask_thread: a thread makes the masks. Where a step is captured, the device waits for them, and not the host.
+        mask_thread: a thread makes the masks. In captured steps the device waits for them, and not the host.
         capture_masks: where sampling is captured, `Sampler.mask_op` is too.
     """
 
@@ -66,7 +66,7 @@ class DecodeRunner:
         if piggyback is not None:
             self._runs = PaddedRuns(self._runs_bucket(piggyback.sizes.totals[-1]), paged)
         self.logits: torch.Tensor | None = None
-        """Those of `capture`; None: nothing is captured."""
+        """[max_num_seqs, vocab_size]: the static logits, which graphs write and read; None: there are none."""
 
     @property
     def _modes(self) -> tuple[SamplingMode, ...]:
@@ -147,30 +147,13 @@ class DecodeRunner:
         order = state.place(step)
         shape = self._shape(piggybacked)
         if piggybacked:
-            pieces = Batch.build(step.pieces, state.block_size)
-            self._runs.send(pieces, self._runs_bucket(piggybacked))
-        graphs, constrained, sampled = self.graphs, state.constrained(), False
-        if graphs is not None and not graphs.has_model(shape):
-            self._masks.settle()
-        if graphs is None or self.logits is None:
-            logits = self._run_model(shape)
-        else:
-            logits = self.logits[: shape.rows]
-            if constrained:
-                graphs.run_model(shape, self._launch_shape)
-            else:
-                sampled = graphs.run(shape, self._launch_shape)
+            self._runs.send(Batch.build(step.pieces, state.block_size), self._runs_bucket(piggybacked))
+        constrained = state.constrained()
+        logits, sampled = self._launch_model(shape, masks_follow=bool(constrained))
         masks = None
         if constrained:
             masks = self._masks.begin(constrained, self._mask_thread, at_gate=self._uses_mask_graphs)
-        logprobs = None
-        if shape.mode is SamplingMode.GENERAL:
-            logprobs = self._sample_by_host(logits[: state.num_rows], masks)
-        elif not sampled:
-            if masks is not None:
-                self._apply_masks(logits, masks)
-            if masks is None or graphs is None or not graphs.sample(shape):
-                self._sample_from_state(logits, shape.mode)
+        logprobs = None if sampled else self._launch_sampling(shape, logits, masks)
         state.advance_mirror()
         result = StepResult(
             step, state.tokens(), logprobs, order=order, device=self._paged.device,
@@ -179,6 +162,39 @@ class DecodeRunner:
         if state.ring is not None:
             state.ring.hold(result)
         return result
+
+    def _launch_model(self, shape: StepShape, masks_follow: bool) -> tuple[torch.Tensor, bool]:
+        """Launch the model, and sampling too if graphs hold it and no masks come before it.
+
+        Returns:
+            ([shape.rows, vocab_size], whether the step is sampled and the state advanced).
+        """
+        graphs = self.graphs
+        if graphs is None:
+            return self._run_model(shape), False
+        assert self.logits is not None
+        if not graphs.has_model(shape):  # it will be captured
+            self._masks.settle()
+        sampled = False
+        if masks_follow:
+            graphs.run_model(shape, self._launch_shape)
+        else:
+            sampled = graphs.run(shape, self._launch_shape)
+        return self.logits[: shape.rows], sampled
+
+    def _launch_sampling(
+        self, shape: StepShape, logits: torch.Tensor, masks: StartedMasks | None
+    ) -> LogprobsTensors | None:
+        """Mask the logits, sample from them and advance the state. Returns the log-probabilities that are wanted."""
+        if shape.mode is SamplingMode.GENERAL:
+            return self._sample_by_host(logits[: self.state.num_rows], masks)
+        sampled = False  # without masks `_launch_model` has tried the graphs
+        if masks is not None:
+            self._apply_masks(logits, masks)
+            sampled = self.graphs is not None and self.graphs.sample(shape)
+        if not sampled:
+            self._sample_from_state(logits, shape.mode)
+        return None
 
     def _apply_masks(self, logits: torch.Tensor, masks: StartedMasks) -> None:
         """Mask the logits of a step that is sampled with the state's parameters."""

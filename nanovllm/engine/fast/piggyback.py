@@ -127,7 +127,7 @@ class Piggyback:
         last_end = pending[0].output if deadline is None else deadline
 
         def rest_in_time(num_full_speed: int, total: int) -> bool:
-            """Whether the first prompts can decode after the next step, and all others be piggybacked in time."""
+            """Whether all others end in time, if the first prompts are computed at full speed and then decode."""
             outputs = [prompt.output for prompt in pending[:num_full_speed]]
             rest = pending[num_full_speed:]
             return self._end_in_time(rest, [*decode_ends, *outputs], max([last_end, *outputs]), total)
@@ -135,7 +135,7 @@ class Piggyback:
         for total in self.sizes.totals:
             if rest_in_time(0, total):
                 return PromptTokens(piggybacked=self.room(self.padded_rows(len(decode_ends)), total))
-        # As few at full speed as possible, at least one. The more these are, the sooner the others end.
+        # The fewest prompts at full speed, at least one: a binary search, since with each more the others end sooner.
         largest = self.sizes.totals[-1]
         num_full_speed = bisect_left(range(len(pending)), True, lo=1, key=lambda n: rest_in_time(n, largest))
         tokens = sum(prompt.tokens for prompt in pending[:num_full_speed])
