@@ -28,8 +28,8 @@ class DecodeRunner:
     (`TokenRing`). It sends what changed before (see `DecodeState`), and takes part in sampling only where penalties,
     banned tokens or log-probabilities are wanted.
 
-    A step may have piggybacked pieces of prompts: the model runs on the rows and on these pieces, of which only keys and
-    values are kept.
+    A step may have piggybacked pieces of prompts. The model then runs on the rows and on these pieces, of which only
+    keys and values are kept.
 
     Args:
         masks: the mask builder of the sampler.

@@ -28,10 +28,10 @@ class PiggybackSizes:
     tiles.
     """
     row_multiple: int = 16
-    """Decodes are padded to a multiple of this, and more than `totals[0]` of them to a multiple of twice this: so to
-    sizes for which sampling has a graph (`batch_buckets`)."""
+    """Up to `totals[0]` decodes are padded to a multiple of this, and more decodes to a multiple of twice this. Sampling
+    has graphs for these sizes (`batch_buckets`)."""
     min_tokens: int = 32
-    """Tokens of prompts that there must be room for."""
+    """Least tokens of prompts in such a step."""
     max_pieces: int = 16
     """Sequences whose prompts are piggybacked on one step."""
     min_full_speed_tokens: int = 1024
@@ -53,8 +53,8 @@ class FastPolicy:
     cuda_graphs: bool = True
     """Steps are CUDA graphs, on a GPU whose kernels can be captured."""
     prefill_graphs: bool | None = None
-    """Steps with pieces of prompts are CUDA graphs too. True: where no graph can be captured, they are padded the same
-    way, for tests."""
+    """Steps with pieces of prompts are CUDA graphs too. True: an engine without CUDA graphs pads them the same way.
+    Profiles and tests compare such steps with graphs."""
     padding: bool | None = None
     """Steps are padded to a few sizes.
 
@@ -87,7 +87,8 @@ class FastPolicy:
     H100's 600 TFLOP/s. A busy host takes about 40 ms to launch such a step. With 16,384 tokens Qwen3-0.6B computes
     1.44e13 FLOPs, Qwen3-1.7B 4.6e13."""
     min_full_share: float = 15 / 16
-    """The share of its tokens that a full step must have: below, the padding costs the GPU more than the host saves."""
+    """The least share of `max_num_batched_tokens` that a step padded to a full one must have. Below, the padding costs
+    the GPU more time than the host saves."""
     prefill_seqs: tuple[int, ...] = (64, 256)
     """Sequences of a padded step with pieces of prompts. It computes this many rows of logits, also for padding."""
     min_shared_rows: int = 16
@@ -157,23 +158,25 @@ def enabled_paths(
     """
     on_gpu = device.type == "cuda"
     # NANOVLLM_CHECK=1 looks at values, which a captured graph cannot.
-    checked = on_gpu and values_checked(device)
-    capturing = policy.cuda_graphs and policy.padding is not False and not checked
-    capturing = capturing and (on_gpu or policy.graph_backend is not None) and can_capture(kernels)
-    prefill_graphs = capturing and policy.prefill_graphs is not False
+    values_looked_at = on_gpu and values_checked(device)
+    has_backend = on_gpu or policy.graph_backend is not None
+    captures = policy.cuda_graphs and policy.padding is not False and not values_looked_at and has_backend
+    captures = captures and can_capture(kernels)
+    decode_graphs = captures and policy.device_state
+    prefill_graphs = captures and policy.prefill_graphs is not False
     if prefill_graphs:
         level = logging.WARNING if policy.prefill_graphs else logging.INFO
         prefill_graphs = can_capture(kernels, "attention_prefill", level)
-    # Without graphs padding is but work: only tests ask for it.
-    tested = bool(policy.prefill_graphs) and (not on_gpu or not policy.cuda_graphs or checked)
-    prefill_padding = prefill_graphs or bool(policy.padding) or (tested and policy.padding is None)
-    decode_graphs = capturing and policy.device_state
+    decode_padding = prefill_padding = policy.padding
+    if policy.padding is None:
+        decode_padding = on_gpu
+        prefill_padding = policy.prefill_graphs and (not on_gpu or not policy.cuda_graphs or values_looked_at)
     return EnabledPaths(
         device_state=policy.device_state,
         decode_graphs=decode_graphs,
         prefill_graphs=prefill_graphs,
-        decode_padding=decode_graphs or (on_gpu if policy.padding is None else policy.padding),
-        prefill_padding=prefill_padding,
+        decode_padding=decode_graphs or bool(decode_padding),
+        prefill_padding=prefill_graphs or bool(prefill_padding),
         prefix_groups=policy.prefix_groups and policy.device_state and prefix_caching and shares_prefixes(kernels),
         piggyback_prefill=_piggybacks(policy, kernels, decode_graphs, layer_bytes),
         mask_thread=on_gpu if policy.mask_thread is None else policy.mask_thread,
@@ -185,7 +188,7 @@ def _piggybacks(policy: FastPolicy, kernels: Kernels, decode_graphs: bool, layer
     wanted = policy.piggyback_prefill
     if wanted is False or not policy.device_state:
         return False
-    # Their graphs are captured when first wanted: too late to find out that they cannot be.
+    # Steps with piggybacked prompts are captured when the first one comes: too late to find out that they cannot be.
     if decode_graphs and not can_capture(kernels, "attention_prefill", logging.DEBUG):
         if wanted:
             logger.warning(
@@ -200,8 +203,8 @@ def _piggybacks(policy: FastPolicy, kernels: Kernels, decode_graphs: bool, layer
 
 
 def attention_time_follows_bound(kernels: Kernels) -> bool:
-    """Whether the time of a decode step's attention follows from the bound on the context lengths, as the reference's
-    does. Kernels read the lengths on the device.
+    """Whether a decode step's attention takes longer with a larger bound on the context lengths. The reference's does;
+    kernels read the lengths on the device.
     """
     return kernels.providers["attention_decode"] == "native"
 
@@ -213,10 +216,7 @@ def shares_prefixes(kernels: Kernels) -> bool:
 
 
 def can_capture(kernels: Kernels, name: str = "attention_decode", level: int = logging.WARNING) -> bool:
-    """Whether a CUDA graph can hold a step with this attention.
-
-    If not, since the host plans each step, it is logged.
-    """
+    """Whether a CUDA graph can hold a step with this attention. It logs if not: the host plans each such step."""
     provider = kernels.provider(name)
     if not provider.capturable:
         steps = "decode steps" if name == "attention_decode" else "steps with prompts"
@@ -225,8 +225,8 @@ def can_capture(kernels: Kernels, name: str = "attention_decode", level: int = l
 
 
 def samples_in_graphs(kernels: Kernels) -> bool:
-    """Whether decode graphs sample as well: where sampling is compiled, which is faster than PyTorch's argmax, too, and
-    a graph can hold it.
+    """Whether decode graphs sample as well: where sampling is a kernel, also faster than PyTorch's argmax, that a graph
+    can hold.
     """
     provider = kernels.provider("sample")
     return provider.name != "native" and provider.capturable
