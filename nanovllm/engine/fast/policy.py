@@ -28,7 +28,7 @@ class PiggybackSizes:
     tiles.
     """
     row_multiple: int = 16
-    """Up to `totals[0]` decodes are padded to a multiple of this, and more decodes to a multiple of twice this. Sampling
+    """Up to `totals[0]` decodes are padded to a multiple of this, more decodes to a multiple of twice this: sampling
     has graphs for these sizes (`batch_buckets`)."""
     min_tokens: int = 32
     """Least tokens of prompts in such a step."""

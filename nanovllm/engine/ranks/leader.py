@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 _STUCK_SECONDS = 20.0
 _LEAST_STUCK_SECONDS = 5.0  # to end the ranks takes up to a second, whatever rank_timeout is
 _NOT_STARTED = "it has not started; pass a larger rank_timeout if the machine is slow"
-_TIMED_OUT = "Timed out"  # Gloo's words, whose error has no type of its own
+_GLOO_TIMEOUT = "Timed out"
+"""In the message of the RuntimeError that Gloo raises when a collective took longer than `rank_timeout`."""
 _POSSIBLE_SIZES = range(1, 65)
 
 
@@ -126,12 +127,7 @@ class Leader(Ranks):
         try:
             yield
         except BaseException as error:
-            if isinstance(error, RuntimeError) and not isinstance(error, RankError):
-                self._processes.wait_for_failure()  # perhaps another rank broke the connection
-            failure = self._processes.failure
-            if failure is None and _TIMED_OUT in str(error):
-                ranks = "rank 1" if self._size == 2 else f"one of the ranks 1 to {self._size - 1}"
-                failure = f"{ranks} did not come to a sum over the ranks for {self._config.rank_timeout:g} s; it hangs"
+            failure = self._failure_behind(error)
             self._processes.fail(f"rank 0 of {self._size} failed: {type(error).__name__}: {error}")
             self.close()
             self._wait_for_device()
@@ -140,6 +136,15 @@ class Leader(Ranks):
                 raise RankError(failure) from error
             raise
         self._end_of_wait()
+
+    def _failure_behind(self, error: BaseException) -> str | None:
+        """Which other rank failed or hangs, if that may be why a call of this rank raised `error`."""
+        if isinstance(error, RuntimeError) and not isinstance(error, RankError):
+            self._processes.wait_for_failure()  # perhaps another rank broke the connection
+        if self._processes.failure is not None or _GLOO_TIMEOUT not in str(error):
+            return self._processes.failure
+        ranks = "rank 1" if self._size == 2 else f"one of the ranks 1 to {self._size - 1}"
+        return f"{ranks} did not come to a sum over the ranks for {self._config.rank_timeout:g} s; it hangs"
 
     def _end_of_wait(self) -> None:
         self._processes.watch(False)
