@@ -13,12 +13,12 @@ Everything here runs on CPU tensors too; on a GPU `advance` may be a Triton kern
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import torch
 
 from nanovllm.engine.batch import DeviceBatch, resolve_tokens
+from nanovllm.engine.fast.decode_rows import Int32, Int64, advance_rows, num_update_words, padding_row, update_parts
 from nanovllm.engine.fast.prefix_groups import PrefixGroups
 from nanovllm.engine.fast.step_shape import SamplingMode
 from nanovllm.engine.fast.token_ring import TokenRing
@@ -28,12 +28,6 @@ from nanovllm.engine.sampler import PackedSampling, SamplingRow
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep
 from nanovllm.engine.token_masks import ConstrainedRow
-
-# A row update: its row, the int64 fields, the int32 fields (two a word), the block table (two a word).
-_TOKEN, _POSITION, _KV_SLOT, _DRAW, _SEED, _SEQ_SLOT, _ACTIVE, _NUM_INTS = range(8)
-_CONTEXT_LEN, _TOP_K, _TEMPERATURE, _TOP_P, _MIN_P, _NUM_SMALL = range(6)
-_FIRST_SMALL = 1 + _NUM_INTS
-_FIRST_BLOCK = _FIRST_SMALL + (_NUM_SMALL + 1) // 2
 
 
 class DecodeState:
@@ -53,21 +47,19 @@ class DecodeState:
         prefixes: PrefixGroups | None = None,
         ring: TokenRing | None = None,
     ) -> None:
-        max_num_seqs, max_blocks = paged.max_num_seqs, paged.max_blocks
-        padding_block, device = paged.padding_block, paged.device
+        max_num_seqs, device = paged.max_num_seqs, paged.device
         self.prefixes = prefixes
         self.ring = ring
         self.block_size = paged.block_size
         self._paged = paged
         self._advance = advance or advance_rows
-        self.int64_fields = torch.zeros(_NUM_INTS, max_num_seqs, dtype=torch.int64, device=device)
-        """With `int32_fields`: the fields of every row on the device, which steps read and advance."""
-        self.int64_fields[_KV_SLOT] = kv_slot(padding_block, 0, self.block_size)
-        self.int64_fields[_SEQ_SLOT] = max_num_seqs
-        self.int32_fields = torch.zeros(_NUM_SMALL, max_num_seqs, dtype=torch.int32, device=device)
-        self.int32_fields[_CONTEXT_LEN] = 1
+        self._padding = padding_row(paged.padding_block, self.block_size, max_num_seqs)
+        int64, int32 = (torch.from_numpy(fields)[:, None].repeat(1, max_num_seqs) for fields in self._padding)
+        self.int64_fields, self.int32_fields = int64.to(device), int32.to(device)
+        """The fields of every row on the device, [number of fields, max_num_seqs]; steps read and advance them."""
         self._float_fields = self.int32_fields.view(torch.float32)
-        self._block_table = torch.full((max_num_seqs, max_blocks), padding_block, dtype=torch.int32, device=device)
+        tables = (max_num_seqs, paged.max_blocks)
+        self._block_table = torch.full(tables, paged.padding_block, dtype=torch.int32, device=device)
         self._cached_views: tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]] | None = None
 
         self.num_rows = 0
@@ -110,52 +102,69 @@ class DecodeState:
         """
         if self.ring is not None:
             self.ring.claim()
+        rows_changed, to_send = False, []
         if step.continues:
             n = self.num_rows
-            changed, moved = [], False
-            if (self._positions[:n] // self.block_size >= self._num_blocks[:n]).any():
-                changed = np.flatnonzero(_table_lengths(self.seqs) > self._num_blocks[:n]).tolist()
+            if (self._positions[:n] // self.block_size >= self._num_blocks[:n]).any():  # a row lacks its next block
+                to_send = np.flatnonzero(_table_lengths(self.seqs) > self._num_blocks[:n]).tolist()
         else:
-            changed, moved = self._place_anew(step.sampling_parts)
-        if changed:
-            self.send(changed)
-        if moved and self.prefixes is not None:
+            rows_changed, to_send = self._place_anew(step.sampling_parts)
+        if to_send:
+            self.send(to_send)
+        if rows_changed and self.prefixes is not None:
             self.prefixes.update(self.num_rows, self._positions)
         return self._rows
 
-    def _place_anew(self, parts: tuple[ScheduledSequence, ...]) -> tuple[list[int], bool]:
-        """(rows to send, whether another sequence has one of the rows or their number has changed)"""
+    def _place_anew(self, parts: tuple[ScheduledSequence, ...]) -> tuple[bool, list[int]]:
+        """Update the mirror for a step of these decodes.
+
+        Returns:
+            (whether another sequence has one of the rows or their number has changed, the rows to send).
+        """
         n, before = len(parts), self.num_rows
         seq_slots = np.fromiter((p.seq_slot for p in parts), np.int64, n)
-        starts = np.fromiter((p.start for p in parts), np.int64, n)
-        rows = self._row_of_seq_slot[seq_slots]
-        keeps_row = (0 <= rows) & (rows < n)
-        free = np.ones(n, bool)
-        free[rows[keeps_row]] = False
-        rows[~keeps_row] = np.flatnonzero(free)
-        outdated = (
-            ~keeps_row | (self._positions[rows] != starts) | (starts // self.block_size >= self._num_blocks[rows])
-        )
-        if outdated.any() or n < before:  # something is sent: what grew goes with it
-            outdated |= _table_lengths(p.seq for p in parts) > self._num_blocks[rows]
+        positions = np.fromiter((p.start for p in parts), np.int64, n)
+        rows, keeps_row = self._choose_rows(seq_slots)
+        # What the device has of these rows: another sequence, another position, or no block for the position.
+        wrong_position = self._positions[rows] != positions
+        lacks_block = positions // self.block_size >= self._num_blocks[rows]
+        must_send = ~keeps_row | wrong_position | lacks_block
+        if must_send.any() or n < before:  # something is sent, so blocks reserved ahead go with it
+            must_send |= _table_lengths(p.seq for p in parts) > self._num_blocks[rows]
         owned = self._seq_slot_of_row[self._seq_slot_of_row >= 0]
         self._row_of_seq_slot[owned] = -1
         self._seq_slot_of_row[:] = -1
         self._row_of_seq_slot[seq_slots] = rows
         self._seq_slot_of_row[rows] = seq_slots
-        self._positions[rows] = starts
-        for i in np.flatnonzero(outdated).tolist():
+        self._positions[rows] = positions
+        for i in np.flatnonzero(must_send).tolist():
             self._assign(int(rows[i]), parts[i].seq)
-        for row in range(n, before):
+        for row in range(n, before):  # these become padding
             self._seqs[row] = None
         self.num_rows, self._rows = n, rows
         self._constrained_rows = np.flatnonzero(self._constrained[:n]).tolist()
-        return [*rows[outdated].tolist(), *range(n, before)], n != before or not keeps_row.all()
+        return n != before or not keeps_row.all(), [*rows[must_send].tolist(), *range(n, before)]
+
+    def _choose_rows(self, seq_slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(the row of each sequence, whether it has this row already).
+
+        With n sequences the rows are 0 to n - 1. A sequence keeps its row if that is one of these; the others get the
+        rows that are free. Example: sequences have rows 0, 1 and 2, and the one of row 0 ends; then the one of row 2
+        gets row 0.
+        """
+        n = len(seq_slots)
+        rows = self._row_of_seq_slot[seq_slots]
+        keeps_row = (0 <= rows) & (rows < n)
+        free = np.ones(n, bool)
+        free[rows[keeps_row]] = False
+        rows[~keeps_row] = np.flatnonzero(free)
+        return rows, keeps_row
 
     def _assign(self, row: int, seq: Sequence) -> None:
+        """The row is the sequence's: note what its sampling needs."""
         params = seq.params
         self._seqs[row] = seq
-        bans = seq.stop_ids and seq.constraint is None
+        bans = seq.stop_ids and seq.constraint is None  # the mask of a constraint has these bans
         self._bans_end[row] = seq.prompt_len + min(params.min_tokens, 2**31) if bans else 0
         self._constrained[row] = seq.constraint is not None
         if params.uses_penalties or params.changes_logits or params.logprobs is not None:
@@ -168,53 +177,46 @@ class DecodeState:
     def send(self, rows: list[int]) -> None:
         """Write the updates of some rows, and copy them to the device without waiting."""
         paged = self._paged
-        filled = [(i, row, seq) for i, row in enumerate(rows) if (seq := self._seqs[row]) is not None]
-        num_blocks = max((len(seq.block_table) for _, _, seq in filled), default=1)
-        shape = (len(rows), _FIRST_BLOCK + (num_blocks + 1) // 2)
+        placed = [(i, row, seq) for i, row in enumerate(rows) if (seq := self._seqs[row]) is not None]
+        num_blocks = max((len(seq.block_table) for _, _, seq in placed), default=1)
+        shape = (len(rows), num_update_words(num_blocks))
         host = torch.empty(shape, dtype=torch.int64, pin_memory=paged.device.type == "cuda")
-        updates = host.numpy()
-        ints = updates[:, 1:_FIRST_SMALL]
-        small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(np.int32)
-        floats = small.view(np.float32)
-        blocks = updates[:, _FIRST_BLOCK:].view(np.int32)
-        # Padding rows first; a temperature of 0 is the cheapest.
-        updates[:, 0] = rows
-        ints[:] = (0, 0, kv_slot(paged.padding_block, 0, self.block_size), 0, 0, paged.max_num_seqs, 0)
-        small[:, : _TEMPERATURE + 1] = (1, 0, 0)
-        floats[:, _TOP_P : _MIN_P + 1] = (1, 0)
-        blocks[:] = paged.padding_block
+        # All are padding rows first; then the placed sequences' fields follow.
+        numbers, int64, int32, tables = update_parts(host.numpy(), np.int32)
+        numbers[:] = rows
+        int64[:], int32[:, : Int32.COUNT] = self._padding
+        tables[:] = paged.padding_block
         sampling: list[SamplingRow] = []
-        for i, row, seq in filled:
+        for i, row, seq in placed:
             table, position = seq.block_table, int(self._positions[row])
             seq_slot = int(self._seq_slot_of_row[row])
             # A token that the host does not know yet is in its seq_slot on the device.
-            ints[i, _TOKEN] = seq.token_ids[position] if position < len(seq.token_ids) else -1 - seq_slot
-            ints[i, _POSITION] = position
-            ints[i, _KV_SLOT] = kv_slot(table[position // self.block_size], position, self.block_size)
-            ints[i, _ACTIVE] = 1
-            small[i, _CONTEXT_LEN] = position + 1
-            blocks[i, : len(table)] = table
+            int64[i, Int64.TOKEN] = seq.token_ids[position] if position < len(seq.token_ids) else -1 - seq_slot
+            int64[i, Int64.POSITION] = position
+            int64[i, Int64.KV_SLOT] = kv_slot(table[position // self.block_size], position, self.block_size)
+            int64[i, Int64.ACTIVE] = 1
+            int32[i, Int32.CONTEXT_LEN] = position + 1
+            tables[i, : len(table)] = table
             self._num_blocks[row] = len(table)
             if self.prefixes is not None:
-                self.prefixes.set_table(row, blocks[i, : len(table)])
+                self.prefixes.set_table(row, tables[i, : len(table)])
             sampling.append(SamplingRow(seq.params, seq.seed, position + 1, seq_slot))
-        if filled:
-            places = [i for i, _, _ in filled]
+        if placed:
+            indices = [i for i, _, _ in placed]
             packed = PackedSampling.of(sampling)
-            ints[places, _SEED], ints[places, _DRAW], ints[places, _SEQ_SLOT] = packed.draws
-            floats[places, _TEMPERATURE : _MIN_P + 1] = packed.floats[:3].T
-            small[places, _TOP_K] = packed.top_k
-        self._write(host.to(paged.device, non_blocking=True), num_blocks)
+            int64[indices, Int64.SEED], int64[indices, Int64.DRAW], int64[indices, Int64.SEQ_SLOT] = packed.draws
+            int32.view(np.float32)[indices, Int32.TEMPERATURE : Int32.MIN_P + 1] = packed.floats[:3].T
+            int32[indices, Int32.TOP_K] = packed.top_k
+        self._apply(host.to(paged.device, non_blocking=True), num_blocks)
 
-    def _write(self, updates: torch.Tensor, num_blocks: int) -> None:
-        rows = updates[:, 0]
-        tokens = resolve_tokens(updates[:, 1 + _TOKEN], self._paged.last_tokens)
-        self.int64_fields.index_copy_(1, rows, updates[:, 1:_FIRST_SMALL].T)
-        self.int64_fields[_TOKEN].index_copy_(0, rows, tokens)
-        small = updates[:, _FIRST_SMALL:_FIRST_BLOCK].view(torch.int32)
-        self.int32_fields.index_copy_(1, rows, small[:, :_NUM_SMALL].T)
-        blocks = updates[:, _FIRST_BLOCK:].view(torch.int32)
-        self._block_table[:, :num_blocks].index_copy_(0, rows, blocks[:, :num_blocks])
+    def _apply(self, updates: torch.Tensor, num_blocks: int) -> None:
+        """On the device: copy each row update to its row. num_blocks: of the longest block table among them."""
+        rows, int64, int32, tables = update_parts(updates, torch.int32)
+        tokens = resolve_tokens(int64[:, Int64.TOKEN], self._paged.last_tokens)
+        self.int64_fields.index_copy_(1, rows, int64.T)
+        self.int64_fields[Int64.TOKEN].index_copy_(0, rows, tokens)
+        self.int32_fields.index_copy_(1, rows, int32[:, : Int32.COUNT].T)
+        self._block_table[:, :num_blocks].index_copy_(0, rows, tables[:, :num_blocks])
 
     # ---------------------------------------------------------------------------------------------- the step's needs
 
@@ -255,21 +257,21 @@ class DecodeState:
 
         shared: with the groups that `prefixes` keeps.
         """
-        ints, context_lens, block_table, _ = self._views(num_rows)
-        return DeviceBatch.from_tensors(
-            ints[: _KV_SLOT + 1],
-            context_lens,
-            block_table,
-            max_context_len,
-            shared=self.prefixes.tensors(num_rows) if shared and self.prefixes is not None else None,
-        )
+        int64, context_lens, block_table, _ = self._views(num_rows)
+        tokens = int64[: Int64.KV_SLOT + 1]  # token ids, positions, kv_slots
+        groups = self.prefixes.tensors(num_rows) if shared and self.prefixes is not None else None
+        return DeviceBatch.from_tensors(tokens, context_lens, block_table, max_context_len, shared=groups)
 
     def _views(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
         """Of the first rows, kept over steps: int64 fields, context lengths, block table, sampling arguments."""
         if self._cached_views is None or self._cached_views[1].shape[0] != num_rows:
-            ints, small, floats = (t[:, :num_rows] for t in (self.int64_fields, self.int32_fields, self._float_fields))
-            sampling = (floats[_TEMPERATURE], small[_TOP_K], floats[_TOP_P], floats[_MIN_P], ints[_SEED], ints[_DRAW])
-            self._cached_views = ints, small[_CONTEXT_LEN], self._block_table[:num_rows], sampling
+            fields = self.int64_fields, self.int32_fields, self._float_fields
+            int64, int32, floats = (t[:, :num_rows] for t in fields)
+            sampling = (
+                floats[Int32.TEMPERATURE], int32[Int32.TOP_K], floats[Int32.TOP_P], floats[Int32.MIN_P],
+                int64[Int64.SEED], int64[Int64.DRAW],
+            )  # fmt: skip
+            self._cached_views = int64, int32[Int32.CONTEXT_LEN], self._block_table[:num_rows], sampling
         return self._cached_views
 
     def sampling_arguments(self, num_rows: int, filtered: bool) -> tuple[torch.Tensor | None, ...]:
@@ -292,53 +294,9 @@ class DecodeState:
         """[num_seqs] int64: each row's latest token. A view of the ring's cell; without a ring, of what the next
         step overwrites.
         """
-        tokens = self.int64_fields[_TOKEN] if self.ring is None else self.ring.latest()
+        tokens = self.int64_fields[Int64.TOKEN] if self.ring is None else self.ring.latest()
         return tokens[: self.num_rows]
 
 
 def _table_lengths(seqs: Iterable[Sequence]) -> np.ndarray:
     return np.fromiter((len(seq.block_table) for seq in seqs), np.int64)
-
-
-def advance_rows(
-    tokens: torch.Tensor,
-    ints: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    last_tokens: torch.Tensor,
-    block_size: int,
-    host_tokens: torch.Tensor | None = None,
-    count: torch.Tensor | None = None,
-) -> None:
-    """Move rows on by one token, in place; the reference of `kernels.triton.sampling.advance`.
-
-    Args:
-        tokens: [n] int64, what was sampled.
-        ints: [7, n] int64: each row's token, its position and its kv_slot; the position of the next draw; seed;
-            seq_slot; and 1, or 0 for padding, whose position stays.
-        context_lens: [n] int32.
-        block_table: [n, max_blocks] int32. Where the next token needs a block that the table does not have yet, the
-            kv_slot is wrong until the host has sent it.
-        last_tokens: [max_num_seqs + 1] int64, by seq_slot.
-        host_tokens, count: [depth, max_num_seqs] and [1] int64, both or none: row count % depth takes the tokens, and
-            count grows by one. See `TokenRing`; the reference needs both on one device.
-    """
-    views: list[Any] = [tokens, ints, context_lens, block_table, last_tokens, host_tokens, count]
-    on_host = ints.device.type == "cpu"
-    if on_host:  # NumPy's small operations take a tenth of PyTorch's time
-        views = [t if t is None else t.numpy() for t in views]
-    new, fields, lens, table, last, ring, cell = views
-    active = fields[_ACTIVE]
-    last[fields[_SEQ_SLOT]] = new
-    fields[_TOKEN] = new
-    fields[_POSITION] += active
-    fields[_DRAW] += active
-    lens += active
-    position = fields[_POSITION]
-    column, last_column = position // block_size, table.shape[1] - 1
-    column = np.minimum(column, last_column) if on_host else column.clip(max=last_column)
-    block = table[np.arange(len(table)), column] if on_host else table.gather(1, column[:, None])[:, 0]
-    fields[_KV_SLOT] = kv_slot(block, position, block_size)
-    if ring is not None and cell is not None:
-        ring[cell % len(ring), : len(new)] = new
-        cell += 1

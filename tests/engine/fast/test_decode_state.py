@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.fast.decode_state import DecodeState, SamplingMode, advance_rows
+from nanovllm.engine.fast.decode_rows import advance_rows
+from nanovllm.engine.fast.decode_state import DecodeState, SamplingMode
 from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledSequence, ScheduledStep, StepKind

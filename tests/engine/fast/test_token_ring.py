@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.engine.fast.decode_state import advance_rows
+from nanovllm.engine.fast.decode_rows import advance_rows
 from nanovllm.engine.fast.token_ring import DEPTH, TokenRing
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.engine.step_result import StepResult

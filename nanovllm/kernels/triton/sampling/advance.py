@@ -51,8 +51,8 @@ def advance_rows(
     last_tokens: torch.Tensor, block_size: int, host_tokens: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """As `engine.decode_state.advance_rows`; `tokens` may be the first row of `ints`, `host_tokens` pinned memory of
-    the host."""
+    """As `engine.fast.decode_rows.advance_rows`; `tokens` may be the first row of `ints`, `host_tokens` pinned memory
+    of the host."""
     assert tokens.is_contiguous() and ints.stride(1) == context_lens.stride(0) == block_table.stride(1) == 1
     depth = host_stride = 0
     if host_tokens is None:
