@@ -159,9 +159,9 @@ class Stages:
         masks = {name: 1e3 * np.array([getattr(times, name) for times in self._masks]) for name in names}
         end, count = len(self._seconds["execute"]), len(self._masks)
         whole = {name: 1e3 * np.array(times[end - count : end]) for name, times in self._seconds.items()}
-        inside = masks["held"]
+        inside = masks["main_wait"]
         if not self._in_thread:
-            inside = inside + sum(masks[name] for name in ("wait", "advance", "fill", "finish"))
+            inside = inside + sum(masks[name] for name in ("tokens", "advance", "fill", "bans"))
         found = masks | {
             "launch": whole["execute"] - inside, "schedule": whole["schedule"],
             "read": whole["step"] - whole["execute"] - whole["schedule"], "step": whole["step"],
@@ -170,11 +170,11 @@ class Stages:
 
 
 SAID = {
-    "wait": "masks: waiting for the tokens of the step before, the GPU is behind",
+    "tokens": "masks: waiting for the tokens of the step before, the GPU is behind",
     "advance": "masks: moving the grammars on",
     "fill": "masks: filling them",
-    "finish": "masks: banning other tokens",
-    "held": "waits for a thread that makes the masks, until the grammars have moved on",
+    "bans": "masks: banning other tokens",
+    "main_wait": "waits for a thread that makes the masks, until the grammars have moved on",
     "launch": "launches the model, masking and sampling",
     "schedule": "schedules",
     "read": "reads the step before, tells the requests",

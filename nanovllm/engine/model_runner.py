@@ -142,7 +142,7 @@ class ModelRunner:
 
     def _build_and_run(self, step: ScheduledStep) -> StepResult:
         """Launch a step whose inputs the host builds and sends."""
-        self.sampler.masks.settle()  # these may be many launches
+        self.sampler.masks.drain()  # these may be many launches
         batch = Batch.build(step.parts, self.limits.block_size)
         logits = self.fast.logits(batch)
         prompt: list[PromptLogprobs] = []

@@ -39,8 +39,8 @@ class TokenMasks(NamedTuple):
 
 
 class MaskJob:
-    """From the tokens of the step before to masks in host memory. One thread calls, in this order: `read_tokens`,
-    `advance`, what fills the masks of `constraints`, and `restrict`.
+    """From the tokens of the step before to masks in host memory. One thread calls, in this order: `wait_for_tokens`,
+    `advance_grammars`, what fills the masks of `constraints`, and `apply_bans`.
 
     Args:
         latest: the step that was launched last.
@@ -62,7 +62,7 @@ class MaskJob:
             assert latest is not None, "one step is in flight"
             self._index = {seq: i for i, seq in enumerate(latest.step.sampling)}
 
-    def read_tokens(self) -> None:
+    def wait_for_tokens(self) -> None:
         """Wait for the tokens of the step before, if the host lacks them."""
         if self._index and self._latest is not None:
             for constraint in self.constraints:
@@ -71,8 +71,8 @@ class MaskJob:
                 self._tokens = self._latest.token_ids()
         self._latest = None  # a result holds its masks: else each would keep all results before it
 
-    def advance(self) -> None:
-        """Move the grammars on."""
+    def advance_grammars(self) -> None:
+        """Advance each grammar by the tokens that it has not taken yet."""
         for (_, seq, position), constraint in zip(self._rows, self.constraints):
             assert position <= len(seq.token_ids) + 1
             pending = [self._tokens[self._index[seq]]] if position > len(seq.token_ids) else []
@@ -81,7 +81,7 @@ class MaskJob:
             may_ban = seq.logit_rules is not None or seq.params.min_tokens
             self._banned.append(list(_banned(seq, pending)) if may_ban else [])
 
-    def restrict(self) -> None:
+    def apply_bans(self) -> None:
         """Apply other bans to the masks."""
         for i, (constraint, tokens) in enumerate(zip(self.constraints, self._banned)):
             if tokens or not constraint.is_plain:  # most have nothing to restrict
@@ -107,8 +107,8 @@ class MaskBuilder:
         """A step was launched; the next step's masks may need its tokens."""
         self._latest = result
 
-    def settle(self) -> None:
-        """Return when nothing fills masks any more. Called before steps of many launches, and after a failure."""
+    def drain(self) -> None:
+        """Wait until nothing fills masks any more. Called before steps of many launches, and after a failure."""
 
     def make(self, rows: Sequence[ConstrainedRow]) -> TokenMasks:
         """The masks of some rows, on the device. It waits for the tokens of the step before, if the host lacks them."""
@@ -116,10 +116,10 @@ class MaskBuilder:
         assert constraint is not None
         masks = np.empty((len(rows), constraint.num_words), np.int32)
         job = MaskJob(rows, self._latest, masks, self._device)
-        job.read_tokens()
-        job.advance()
+        job.wait_for_tokens()
+        job.advance_grammars()
         self.filler.fill(job.constraints, masks)
-        job.restrict()
+        job.apply_bans()
         numbers = np.array([row.row for row in rows], np.int64)
         return TokenMasks(to_device(masks, self._device), to_device(numbers, self._device))
 

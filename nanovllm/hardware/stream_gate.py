@@ -26,7 +26,7 @@ class Gate(Protocol):
     def open(self, value: int) -> None:
         """Let work pass that waits for this value. Any thread may call it; values may not go back."""
 
-    def wait(self, value: int) -> None:
+    def launch_wait(self, value: int) -> None:
         """What is launched on the device's current stream from now on waits until the gate is open for this value."""
 
 
@@ -34,7 +34,7 @@ class StreamGate:
     """A `Gate` of one GPU.
 
     Args:
-        word: [1] int32 in pinned memory, 0. The caller keeps that memory until the device has passed every `wait`.
+        word: [1] int32 in pinned memory, 0. The caller keeps that memory until the device has passed every wait.
 
     Raises:
         RuntimeError, OSError: the driver has no such waits.
@@ -57,7 +57,7 @@ class StreamGate:
             ),
         )
         self._address = address.value
-        self.wait(0)  # an error says that this device has no such waits
+        self.launch_wait(0)  # an error says that this device has no such waits
 
     def open(self, value: int) -> None:
         """As in `Gate`. x86 processors let no store overtake an earlier one: who sees the value sees what was written
@@ -65,7 +65,7 @@ class StreamGate:
         """
         self._word[0] = ctypes.c_int32(value).value
 
-    def wait(self, value: int) -> None:
+    def launch_wait(self, value: int) -> None:
         """As in `Gate`."""
         stream = torch.cuda.current_stream(self._device).cuda_stream
         self._check("cuStreamWaitValue32", self._wait(stream, self._address, value, _GEQ))

@@ -29,9 +29,9 @@ _NOBODY = object()
 
 
 class Filling:
-    """Masks that are to be filled, once: `run` does it, in any thread. Another one waits for it.
+    """Masks that are to be filled, once: `run` does it, in any thread. Another thread waits for it.
 
-    Its waits may be interrupted at any line: what has happened is in plain attributes, and the locks only wake up.
+    These waits may be interrupted at any line: what has happened is in plain attributes, and the locks only wake up.
 
     Args:
         fill: fills them.
@@ -105,15 +105,15 @@ class Filling:
             end(failed)
         self._end = None
 
-    def wait_begun(self) -> None:
+    def wait_until_filling(self) -> None:
         """Return when `before` has returned and filling begins. It raises what `before` raised."""
         if not self._has_begun:
             self._begun.acquire()
             self._begun.release()
         if self._failed_before:
-            self.wait()
+            self.wait_until_filled()
 
-    def settle(self) -> None:
+    def cancel_or_wait(self) -> None:
         """Return when nothing writes to the masks any more, filled or not. If no thread has begun yet, none will."""
         if self._owner.setdefault("is", _NOBODY) is _NOBODY:
             if not self._has_ended:
@@ -125,14 +125,14 @@ class Filling:
             self._ended.acquire()
             self._ended.release()
 
-    def wait(self) -> None:
+    def wait_until_filled(self) -> None:
         """Return when the masks are there. It raises what filling them raised."""
         if not self._has_ended:
             self._ended.acquire()
             self._ended.release()
-        self.check()
+        self.raise_failure()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what filling the masks has raised."""
         if self._failure is not None:
             raise self._failure
@@ -211,7 +211,7 @@ class MaskFiller:
         """Write the grammar's mask of each constraint to its row of masks [n, num_words] int32."""
         filling = self.prepare(constraints, masks, False)
         filling.run()
-        filling.wait()
+        filling.wait_until_filled()
 
     def _matchers(self, constraints: Sequence[TokenConstraint]) -> list[tuple[Any, int]]:
         """(matcher, index of its mask) of those with a grammar. One that is broken allows end tokens."""

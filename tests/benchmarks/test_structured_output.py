@@ -55,8 +55,8 @@ def test_the_parts_of_a_step_add_up(tmp_path, in_thread):
         found = stages.milliseconds()
         assert set(found) == set(SAID) and {len(ms) for ms in found.values()} == {40 - 8}
         assert all((ms >= 0).all() for name, ms in found.items() if name != "launch")
-        names = {"held", "launch", "schedule", "read"}
-        names |= set() if in_thread else {"wait", "advance", "fill", "finish"}
+        names = {"main_wait", "launch", "schedule", "read"}
+        names |= set() if in_thread else {"tokens", "advance", "fill", "bans"}
         parts = sum(found[name] for name in names)
         # A busy machine may stop the engine between two parts of a step.
         assert np.median(parts / found["step"]) == pytest.approx(1, rel=0.05)

@@ -24,7 +24,7 @@ def fill(filler, constraints, masks, in_thread, first=None):
     filling = filler.prepare(constraints, masks, in_thread, first)
     if not in_thread or not filler.submit(filling):
         filling.run()
-    filling.wait()
+    filling.wait_until_filled()
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
@@ -82,17 +82,17 @@ def test_masks_that_are_given_up():
 
     filler, running, waiting = MaskFiller(), made(1), made(2)
     assert filler.submit(running) and filler.submit(waiting)
-    running.wait_begun()
+    running.wait_until_filling()
     for _ in range(2):
-        waiting.settle()
-    for wait in (waiting.wait, waiting.check, waiting.wait_begun):
+        waiting.cancel_or_wait()
+    for wait in (waiting.wait_until_filled, waiting.raise_failure, waiting.wait_until_filling):
         with pytest.raises(RuntimeError, match="given up"):
             wait()
     assert calls == ["first 1", "end 2 failed"]
     threading.Timer(0.1, may_end.set).start()
     for _ in range(2):
-        running.settle()
-    running.check()
+        running.cancel_or_wait()
+    running.raise_failure()
     waiting.run()
     running.run()
     assert calls == ["first 1", "end 2 failed", "last 1", "end 1"]

@@ -204,7 +204,7 @@ def test_a_filler_takes_the_matchers_of_the_moment(makers):
     for step in range(60):
         filling = filler.prepare(constraints, masks, step % 2 == 0, move_on)
         filling.run()
-        filling.wait()
+        filling.wait_until_filled()
         near += sum(map(is_near, constraints))
         for i, (constraint, matcher) in enumerate(pairs):
             if not constraint.is_plain:

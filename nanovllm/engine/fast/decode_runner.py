@@ -131,7 +131,7 @@ class DecodeRunner:
             return self._launch(step, piggybacked)
         except BaseException:  # an interrupt may come between the host's mirror and the device
             self.state.reset()
-            self._masks.settle()
+            self._masks.drain()
             raise
 
     def _piggybacked_tokens(self, step: ScheduledStep) -> int:
@@ -152,12 +152,12 @@ class DecodeRunner:
         logits, sampled = self._launch_model(shape, masks_follow=bool(constrained))
         masks = None
         if constrained:
-            masks = self._masks.begin(constrained, self._mask_thread, at_gate=self._uses_mask_graphs)
+            masks = self._masks.start(constrained, self._mask_thread, device_waits=self._uses_mask_graphs)
         logprobs = None if sampled else self._launch_sampling(shape, logits, masks)
         state.advance_mirror()
         result = StepResult(
             step, state.tokens(), logprobs, order=order, device=self._paged.device,
-            check=None if masks is None else masks.filling.check,
+            check=None if masks is None else masks.filling.raise_failure,
         )  # fmt: skip
         if state.ring is not None:
             state.ring.hold(result)
@@ -174,7 +174,7 @@ class DecodeRunner:
             return self._run_model(shape), False
         assert self.logits is not None
         if not graphs.has_model(shape):  # it will be captured
-            self._masks.settle()
+            self._masks.drain()
         sampled = False
         if masks_follow:
             graphs.run_model(shape, self._launch_shape)
@@ -199,10 +199,10 @@ class DecodeRunner:
     def _apply_masks(self, logits: torch.Tensor, masks: StartedMasks) -> None:
         """Mask the logits of a step that is sampled with the state's parameters."""
         if self.graphs is None or not self._uses_mask_graphs:
-            self._sampler.mask_op(logits, *masks.finish())
+            self._sampler.mask_op(logits, *masks.to_device())
         else:
             # The first call compiles or loads a kernel, and is captured: the host waits for the masks.
-            on_device = masks.finish(wait=not self.graphs.has_masks(len(masks)))
+            on_device = masks.to_device(host_waits=not self.graphs.has_masks(len(masks)))
             self.graphs.apply_masks(len(masks), partial(self._sampler.mask_op, self.logits, *on_device))
 
     @property
@@ -256,6 +256,6 @@ class DecodeRunner:
             for seq, position, seq_slot in zip(state.seqs, state.positions(), state.seq_slots())
         ]
         metadata = SamplingMetadata.build(rows, self._paged.device)
-        output = self._sampler(logits, metadata, self._paged.last_tokens, None if masks is None else masks.finish)
+        output = self._sampler(logits, metadata, self._paged.last_tokens, None if masks is None else masks.to_device)
         state.advance(output.token_ids)
         return output.logprobs

@@ -1,24 +1,27 @@
 """Masks that a thread makes while the device computes the logits that they are for.
 
 A mask depends on the sequence's last token, which is still being sampled when the step is launched. So a thread makes
-the masks, and the device's stream waits for them at a gate (`hardware/stream_gate.py`). The order of a decode step:
+the masks, and the device's stream waits for them at a gate (`hardware/stream_gate.py`). Step N, from top to bottom:
 
-1. The main thread launches the model, and gives the thread a job (`ThreadedMaskBuilder.begin`).
-2. The thread waits for the tokens of the step before, and moves the grammars on. The main thread waits for that.
-3. The thread fills the masks, without the interpreter, applies other bans, and opens the gate.
-4. Meanwhile the main thread launches what needs the masks: a wait at the gate, the copy of the masks
-   (`StartedMasks.finish`), masking, sampling. Then it reads the step before and launches the next one.
+    main thread                           mask thread                           device
+    launches the model
+    `start`: gives the thread a job       waits for the tokens of step N - 1    ends step N - 1
+    `to_device`: waits for the grammars   advances the grammars                 computes logits
+        launches a wait at the gate       fills the masks, without the          computes logits
+        launches the copy of the masks        interpreter
+    launches masking and sampling         applies other bans                    waits at the gate
+    reads step N - 1, launches N + 1      opens the gate                        copies the masks, masks, samples
 
 So between the tokens of one step and those of the next, the device waits only for masks, not for launches.
 
 Each wait at the gate ends, or the GPU would hang: a wait is launched after its job was given to the thread, and the
-thread opens the gate whatever the job raises. A job that the thread never began is ended by `settle`, which opens the
+thread opens the gate whatever the job raises. A job that the thread never began is ended by `drain`, which opens the
 gate too. A failure is raised when the tokens are asked for (`StepResult`): they are not used. While a wait is on the
 stream, the thread makes no call of CUDA: a launch of the main thread that loads a kernel could hold it up.
 
-Without a gate `finish` waits until the masks are there: on a CPU, and where steps are not captured. The launches of
-such steps could fill the device's queue. Then a launch waits for the device, maybe with the interpreter, which the
-thread needs to open the gate.
+Without a gate the main thread waits in `to_device` until the masks are there: on a CPU, and where steps are not
+captured. The launches of such steps could fill the device's queue. Then a launch waits for the device, maybe with the
+interpreter, which the thread needs to open the gate.
 """
 
 from __future__ import annotations
@@ -42,59 +45,58 @@ _STEPS_TIMED = 4096
 
 @dataclass
 class MaskTimes:
-    """Seconds that a step's masks took: of the thread that makes them, and of the caller that waits for it."""
+    """Seconds that a step's masks took: of the thread that makes them, and of the main thread that waits for it."""
 
-    wait: float = 0.0
-    """For the tokens of the step before. The device computes meanwhile, so this time is not lost."""
+    tokens: float = 0.0
+    """Waiting for the tokens of the step before. The device computes meanwhile, so this time is not lost."""
     advance: float = 0.0
-    """Moving the grammars on by these tokens."""
+    """Advancing the grammars by these tokens."""
     fill: float = 0.0
     """Filling the masks."""
-    finish: float = 0.0
-    """Other bans."""
-    held: float = 0.0
-    """How long the caller waited for a thread: until it had moved the grammars on, or had filled the masks."""
+    bans: float = 0.0
+    """Applying other bans."""
+    main_wait: float = 0.0
+    """How long the main thread waited: until the grammars were advanced, or, without a gate, the masks filled."""
 
 
 class StartedMasks:
-    """Masks that are being filled. Made by `ThreadedMaskBuilder.begin`.
+    """Masks that are being filled. Made by `ThreadedMaskBuilder.start`.
 
     Attributes:
-        filling: fills them. When the device has sampled, `Filling.check` raises what that raised.
+        filling: fills them. When the device has sampled, `Filling.raise_failure` raises what that raised.
     """
 
-    def __init__(self, job: _BufferedMaskJob, filling: Filling, at_gate: bool) -> None:
+    def __init__(self, job: _BufferedMaskJob, filling: Filling, device_waits: bool) -> None:
         self._job, self.filling = job, filling
-        self._at_gate = at_gate and job.buffers.gate is not None
+        self._gate = job.buffers.gate if device_waits else None
 
     def __len__(self) -> int:
         return len(self._job.constraints)
 
-    def finish(self, wait: bool = False) -> TokenMasks:
-        """The masks on the device, for what is launched next; valid until the next ones are finished.
+    def to_device(self, host_waits: bool = False) -> TokenMasks:
+        """The masks on the device, for what is launched next; valid until the next call for other masks.
 
-        It returns when the grammars have moved on: from then on the thread does not read the sequences.
-
-        wait: the caller waits for the masks, even if the device could.
+        The caller waits until the grammars have advanced: from then on the thread does not read the sequences. For the
+        masks the device waits at the gate; if there is none, or with `host_waits`, the caller waits for them too.
 
         Raises:
-            Whatever reading the tokens of the step before raised; or filling the masks, if the caller waits.
+            Whatever reading the tokens of the step before raised; or filling the masks, if the caller waits for them.
         """
         job = self._job
-        gate = job.buffers.gate if self._at_gate and not wait else None
-        with _added(job.times, "held"):
+        gate = None if host_waits else self._gate
+        with _timed(job.times, "main_wait"):
             if gate is None:
-                self.filling.wait()
+                self.filling.wait_until_filled()
             else:
-                self.filling.wait_begun()
+                self.filling.wait_until_filling()
         if gate is not None:
             # The thread makes no further call of CUDA. What is launched from now on may load a kernel, for which the
             # driver waits until the gate opens, with a lock that all of its calls need.
-            gate.wait(job.value)
-        return job.buffers.send(job.buffer, len(job.constraints))
+            gate.launch_wait(job.gate_value)
+        return job.buffers.launch_copy(job.buffer, len(job.constraints))
 
 
-class _added:
+class _timed:
     """Adds the seconds that a block takes to a field."""
 
     def __init__(self, times: MaskTimes, name: str) -> None:
@@ -113,13 +115,13 @@ class _Buffer:
 
     Attributes:
         words: int32: a row number (two words) for each row that there may be, then the masks.
-        numbers, masks: [max_rows] int64 and [max_rows, num_words] int32, in `words`.
+        rows, masks: [max_rows] int64 and [max_rows, num_words] int32, in `words`.
         copied: when the masks written last are on the device; None: the device is the host.
         filling: what writes to it.
     """
 
-    def __init__(self, words: torch.Tensor, numbers: torch.Tensor, masks: torch.Tensor, on_gpu: bool) -> None:
-        self.words, self.numbers, self.masks = words, numbers.numpy(), masks.numpy()
+    def __init__(self, words: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, on_gpu: bool) -> None:
+        self.words, self.rows, self.masks = words, rows.numpy(), masks.numpy()
         self.copied = torch.cuda.Event() if on_gpu else None
         self.filling: Filling | None = None
 
@@ -141,7 +143,7 @@ class _Buffers:
         size = max_rows * (2 + num_words)
         # The gate's word is in the memory that is copied: PyTorch gives no such memory to others while a stream that
         # has copied it has work left, and the waits at the gate are on that stream.
-        each = size + size % 2  # row numbers are pairs of words: those of the second buffer begin at a whole pair
+        each = size + size % 2  # a row number is a pair of words: the second buffer begins at a whole pair
         host = torch.zeros(2 * each + 2, dtype=torch.int32, pin_memory=on_gpu)
         self._host: list[_Buffer] = []
         for i in range(2):
@@ -157,31 +159,31 @@ class _Buffers:
 
     def _split(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(row numbers, masks)"""
-        numbers, masks = words[: 2 * self._max_rows], words[2 * self._max_rows :]
-        return numbers.view(torch.int64), masks.view(self._max_rows, self.num_words)
+        rows, masks = words[: 2 * self._max_rows], words[2 * self._max_rows :]
+        return rows.view(torch.int64), masks.view(self._max_rows, self.num_words)
 
-    def next(self) -> tuple[_Buffer, int]:
+    def next_free(self) -> tuple[_Buffer, int]:
         """The buffer for the next masks, and the value that the gate opens for when they are there.
 
-        It waits until the device has copied the masks that the buffer held.
+        The caller waits until the device has copied the masks that the buffer held.
         """
         buffer = self._host[0]
         if buffer.filling is not None:
-            buffer.filling.settle()
+            buffer.filling.cancel_or_wait()
         if buffer.copied is not None:
             buffer.copied.synchronize()
         self._host.reverse()
         self._value = (self._value + 1) % 2**32
         return buffer, self._value
 
-    def settle(self) -> None:
-        """Return when nothing writes to a buffer any more. The older job first: the gate opens in order."""
+    def drain(self) -> None:
+        """Wait until nothing writes to a buffer any more. The older job first: the gate opens in order."""
         for buffer in self._host:
             if buffer.filling is not None:
-                buffer.filling.settle()
+                buffer.filling.cancel_or_wait()
                 buffer.filling = None
 
-    def send(self, buffer: _Buffer, count: int) -> TokenMasks:
+    def launch_copy(self, buffer: _Buffer, count: int) -> TokenMasks:
         """Launch the copy of the first `count` masks. It returns the same tensors in every step with this count."""
         key = id(buffer), count
         if key not in self._copies:
@@ -192,42 +194,44 @@ class _Buffers:
         if buffer.copied is not None:
             buffer.copied.record()
         if count not in self._views:
-            numbers, masks = self._split(self._device)
-            self._views[count] = TokenMasks(masks[:count], numbers[:count])
+            rows, masks = self._split(self._device)
+            self._views[count] = TokenMasks(masks[:count], rows[:count])
         return self._views[count]
 
 
 class _BufferedMaskJob(MaskJob):
-    """A `MaskJob` whose masks go to a buffer, and whose end opens the gate."""
+    """A `MaskJob` whose masks go to a buffer, and whose end opens the gate. In this order: `wait_and_advance`, filling
+    the masks, `apply_bans_after`, `open_gate`.
+    """
 
     def __init__(self, rows: Sequence[ConstrainedRow], latest: StepResult | None, buffers: _Buffers) -> None:
         self.times = MaskTimes()
         self.buffers = buffers
-        self.buffer, self.value = buffers.next()
+        self.buffer, self.gate_value = buffers.next_free()
         super().__init__(rows, latest, self.buffer.masks[: len(rows)], buffers.device)
-        self.buffer.numbers[: len(rows)] = [row.row for row in rows]
+        self.buffer.rows[: len(rows)] = [row.row for row in rows]
 
-    def move_on(self) -> None:
-        """Read the tokens, and move the grammars on."""
-        with _added(self.times, "wait"):
-            self.read_tokens()
-        with _added(self.times, "advance"):
-            self.advance()
+    def wait_and_advance(self) -> None:
+        """Wait for the tokens of the step before, and advance the grammars."""
+        with _timed(self.times, "tokens"):
+            self.wait_for_tokens()
+        with _timed(self.times, "advance"):
+            self.advance_grammars()
 
-    def ban(self, seconds: float) -> None:
-        """`restrict`. seconds: what filling the masks took."""
-        self.times.fill = seconds
-        with _added(self.times, "finish"):
-            self.restrict()
+    def apply_bans_after(self, fill_seconds: float) -> None:
+        """`apply_bans`, after filling the masks, which took this time."""
+        self.times.fill = fill_seconds
+        with _timed(self.times, "bans"):
+            self.apply_bans()
 
-    def end(self, failed: bool) -> None:
-        """Open the gate. failed: the masks are not all there, and what is sampled with them is not used."""
+    def open_gate(self, failed: bool) -> None:
+        """The job has ended. failed: the masks are not all there, and what is sampled with them is not used."""
         try:
             if failed:
                 self.masks[:] = -1
         finally:
             if self.buffers.gate is not None:
-                self.buffers.gate.open(self.value)
+                self.buffers.gate.open(self.gate_value)
 
 
 class ThreadedMaskBuilder(MaskBuilder):
@@ -248,24 +252,27 @@ class ThreadedMaskBuilder(MaskBuilder):
         self._buffers: _Buffers | None = None
         self.times: deque[MaskTimes] = deque(maxlen=_STEPS_TIMED)
 
-    def settle(self) -> None:
-        """Return when no thread fills masks, and the gate is open for all that was launched.
+    def drain(self) -> None:
+        """Wait until no thread fills masks, and the gate is open for all that was launched.
 
         It is called before steps of many launches, before a graph is captured, and after a failure.
         """
         if self._buffers is not None:
-            self._buffers.settle()
+            self._buffers.drain()
 
     def make(self, rows: Sequence[ConstrainedRow]) -> TokenMasks:
-        """As of `MaskBuilder`; valid until the next masks are finished."""
-        return self.begin(rows).finish()
+        """As of `MaskBuilder`; valid until the next call for other masks."""
+        return self.start(rows).to_device()
 
-    def begin(self, rows: Sequence[ConstrainedRow], in_thread: bool = False, at_gate: bool = False) -> StartedMasks:
-        """Begin with the masks of some rows.
+    def start(
+        self, rows: Sequence[ConstrainedRow], in_thread: bool = False, device_waits: bool = False
+    ) -> StartedMasks:
+        """Start to make the masks of some rows; `StartedMasks.to_device` follows.
 
-        in_thread: a thread does all of it; the caller calls `StartedMasks.finish`. Else they are
-            filled here: it waits for the tokens of the step before, if the host lacks them.
-        at_gate: the device waits for what the thread does, if it can. Few launches may follow until `settle`.
+        Args:
+            in_thread: the thread makes them. If not, the caller does, and waits for the tokens of the step before if
+                the host lacks them.
+            device_waits: the device waits for the thread, if there is a gate. Few launches may follow until `drain`.
         """
         if self._buffers is None:
             constraint = rows[0].seq.constraint
@@ -273,13 +280,15 @@ class ThreadedMaskBuilder(MaskBuilder):
             self._buffers = _Buffers(self._max_rows, constraint.num_words, self._device, self._make_gate)
         job = _BufferedMaskJob(rows, self._latest, self._buffers)
         self.times.append(job.times)
-        filling = self.filler.prepare(job.constraints, job.masks, in_thread, job.move_on, job.ban, job.end)
+        filling = self.filler.prepare(
+            job.constraints, job.masks, in_thread, job.wait_and_advance, job.apply_bans_after, job.open_gate
+        )
         if in_thread:
             job.buffer.filling = filling  # before a thread has it: an interrupt may come at any line
             if not self.filler.submit(filling):
                 job.buffer.filling, in_thread = None, False
         if not in_thread:
-            self.settle()  # the masks before, which may be of the same constraints
+            self.drain()  # the masks before may be of the same constraints
             filling.run()
-            filling.check()
-        return StartedMasks(job, filling, at_gate)
+            filling.raise_failure()
+        return StartedMasks(job, filling, device_waits)

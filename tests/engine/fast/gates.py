@@ -27,7 +27,7 @@ class WaitingGate:
         assert not self.is_open(value) or self.word[0] == np.uint32(value).astype(np.int32), "it opens in order"
         self.word[0] = np.uint32(value).astype(np.int32)
 
-    def wait(self, value):
+    def launch_wait(self, value):
         if self.wait_hook is not None:
             self.wait_hook(value)
         self.waited.append(value)
@@ -40,7 +40,7 @@ class WaitingGate:
 class RecordingGate(WaitingGate):
     """A stream that is far behind: its waits are only noted."""
 
-    def wait(self, value):
+    def launch_wait(self, value):
         self.waited.append(value)
 
 

@@ -166,7 +166,7 @@ def test_a_captured_graph_applies_the_masks_of_its_step(dtype):
     ]  # fmt: skip
     for step, (tokens, new) in enumerate(steps):
         logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(step)).to("cuda", dtype)
-        masks = builder.begin([row(i, sorted(some)) for i, some in tokens.items()]).finish()
+        masks = builder.start([row(i, sorted(some)) for i, some in tokens.items()]).to_device()
         expected = logits.clone()
         all_ops()["apply_token_bitmask"].native(expected, *masks)
         static.copy_(logits)

@@ -54,7 +54,7 @@ def pending(number, tokens):
 def builder_with(kind):
     make_gate, made = gates(kind)
     builder = ThreadedMaskBuilder(torch.device("cpu"), 4, make_gate)
-    builder.begin([row(0, [1])])  # makes the gate
+    builder.start([row(0, [1])])  # makes the gate
     return builder, made[0]
 
 
@@ -66,9 +66,9 @@ def test_the_device_waits_for_masks_and_the_caller_for_the_tokens():
     fill = rows[0].seq.constraint.fill
     rows[0].seq.constraint.fill = lambda mask: (may_fill.wait(SECONDS), fill(mask))
     builder.step_launched(latest)
-    masks = builder.begin(rows, True, at_gate=True)
+    masks = builder.start(rows, True, device_waits=True)
     with ThreadPoolExecutor(1) as caller:
-        there = caller.submit(masks.finish)
+        there = caller.submit(masks.to_device)
         time.sleep(0.1)
         assert not there.done() and gate.waited == []
         latest.there.set()
@@ -76,19 +76,19 @@ def test_the_device_waits_for_masks_and_the_caller_for_the_tokens():
     assert gate.waited == [2] and not gate.is_open(2)
     assert rows[0].seq.constraint.num_taken == 1
     may_fill.set()
-    builder.settle()
+    builder.drain()
     assert gate.is_open(2) and not gate.is_open(3)
-    masks.filling.check()
+    masks.filling.raise_failure()
     assert allowed(there) == {2: set(range(128))}  # what a device copies that does not wait
 
 
 def test_a_gate_that_goes_back_is_a_failure():
     builder, gate = builder_with(WaitingGate)
     gate.word[0] = 9
-    masks = builder.begin([row(1, [4])], True, at_gate=True)
+    masks = builder.start([row(1, [4])], True, device_waits=True)
     with pytest.raises(AssertionError, match="in order"):
-        builder.settle()
-        masks.filling.check()
+        builder.drain()
+        masks.filling.raise_failure()
 
 
 def test_the_device_waits_for_all_that_changes_the_masks():
@@ -98,17 +98,17 @@ def test_the_device_waits_for_all_that_changes_the_masks():
     restrict = first.seq.constraint.restrict
     first.seq.constraint.restrict = lambda *args: (time.sleep(0.05), restrict(*args))
     for _ in range(3):
-        masks = builder.begin([first, second], True, at_gate=True)
-        assert allowed(masks.finish()) == {3: {1, 2}, 0: {98}}
+        masks = builder.start([first, second], True, device_waits=True)
+        assert allowed(masks.to_device()) == {3: {1, 2}, 0: {98}}
     assert gate.waited == [2, 3, 4]
 
 
 def test_a_caller_that_waits_needs_no_gate():
     builder, gate = builder_with(WaitingGate)
-    masks = builder.begin([row(1, [4])], True, at_gate=True)
-    assert allowed(masks.finish(wait=True)) == {1: {4}}
-    masks = builder.begin([row(1, [5])], True)
-    assert allowed(masks.finish()) == {1: {5}}
+    masks = builder.start([row(1, [4])], True, device_waits=True)
+    assert allowed(masks.to_device(host_waits=True)) == {1: {4}}
+    masks = builder.start([row(1, [5])], True)
+    assert allowed(masks.to_device()) == {1: {5}}
     assert gate.waited == [] and gate.is_open(3)
 
 
@@ -117,8 +117,8 @@ def test_values_wrap_around():
     builder._buffers._value = 2**32 - 3
     gate.word[0] = -3
     for i in range(6):
-        masks = builder.begin([row(1, [i])], True, at_gate=True)
-        assert allowed(masks.finish()) == {1: {i}}
+        masks = builder.start([row(1, [i])], True, device_waits=True)
+        assert allowed(masks.to_device()) == {1: {i}}
     assert gate.waited == [2**32 - 2, 2**32 - 1, 0, 1, 2, 3]
 
 
@@ -131,17 +131,17 @@ def test_the_gate_opens_after_a_failure(place):
     if place != "tokens":
         setattr(failing.seq.constraint, place, lambda *args: (args[-1].fill(0), 1 / 0))  # args[-1] is the mask
     builder.step_launched(latest)
-    masks = builder.begin([failing, other], True, at_gate=True)
+    masks = builder.start([failing, other], True, device_waits=True)
     if place == "tokens":
         with pytest.raises(RuntimeError, match="no more fish"):
-            masks.finish()
+            masks.to_device()
         assert gate.waited == [] and gate.is_open(2)
     else:
-        there = masks.finish()
+        there = masks.to_device()
         assert set(allowed(there)) == {0, 1} and all(allowed(there).values()), "a row is left without a token"
     with pytest.raises((RuntimeError, ZeroDivisionError)):
-        masks.filling.check()
-    assert allowed(builder.begin([row(1, [3])], True, at_gate=True).finish()) == {1: {3}}
+        masks.filling.raise_failure()
+    assert allowed(builder.start([row(1, [3])], True, device_waits=True).to_device()) == {1: {3}}
 
 
 def test_without_a_thread_the_caller_fills_them_before_the_device_waits(monkeypatch):
@@ -152,13 +152,13 @@ def test_without_a_thread_the_caller_fills_them_before_the_device_waits(monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
-        masks = builder.begin([row(2, [40])], True, at_gate=True)
+        masks = builder.start([row(2, [40])], True, device_waits=True)
     assert gate.is_open(2) and gate.waited == []
-    assert allowed(masks.finish()) == {2: {40}}
+    assert allowed(masks.to_device()) == {2: {40}}
 
 
 def test_an_interrupt_at_any_line_leaves_no_wait_behind():
-    """Ctrl-C raises in the main thread between any two lines; all that is given up is ended by `settle`."""
+    """Ctrl-C raises in the main thread between any two lines; all that is given up is ended by `drain`."""
     files = ("token_masks.py", "mask_thread.py", "mask_filler.py", "gates.py")
 
     def interrupt_at(count):
@@ -178,7 +178,7 @@ def test_an_interrupt_at_any_line_leaves_no_wait_behind():
 
     def begin_and_finish(rows, trace):
         sys.settrace(trace)
-        builder.begin(rows, True, at_gate=True).finish()
+        builder.start(rows, True, device_waits=True).to_device()
 
     builder, gate = builder_with(RecordingGate)
     count = interrupted = 0
@@ -192,12 +192,12 @@ def test_an_interrupt_at_any_line_leaves_no_wait_behind():
             in_own_thread(partial(begin_and_finish, rows, interrupt_at(count)))
         except KeyboardInterrupt:
             interrupted += 1
-        builder.settle()
+        builder.drain()
         assert not gate.waited or gate.is_open(gate.waited[-1]), f"after an interrupt at line {count}"
         if count % 2:  # the buffer in turn may be one that was given up, or the other one
-            masks = builder.begin([row(1, [3])], True, at_gate=True)
+            masks = builder.start([row(1, [3])], True, device_waits=True)
             gate.waited.pop() if gate.waited else None
-            assert allowed(masks.finish(wait=True)) == {1: {3}}
+            assert allowed(masks.to_device(host_waits=True)) == {1: {3}}
     assert count > 60, "too few lines: what was interrupted?"
 
 
@@ -214,7 +214,7 @@ def far_behind(directory):
     for _ in range(4):
         llm.engine.step()
     (gate,) = made
-    gate.wait = gate.waited.append  # now the stream falls far behind
+    gate.launch_wait = gate.waited.append  # now the stream falls far behind
     may_fill = threading.Event()
     fill_slowly(llm, lambda: may_fill.wait(SECONDS))
     llm.engine.step()

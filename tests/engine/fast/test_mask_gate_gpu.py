@@ -33,7 +33,7 @@ def test_a_stream_waits_until_the_gate_is_open(start):
     events = []
     with torch.cuda.stream(stream):
         for i in range(4):
-            gate.wait((start + 1 + i) % 2**32)
+            gate.launch_wait((start + 1 + i) % 2**32)
             out[i].add_(1)
             events.append(torch.cuda.Event())
             events[-1].record()

@@ -76,7 +76,7 @@ def test_a_plain_fill_waits_for_the_thread_with_the_same_constraint():
         order.append("end")
 
     constrained.seq.constraint.fill = slow
-    builder.begin([constrained], True, at_gate=True).finish()
+    builder.start([constrained], True, device_waits=True).to_device()
     assert begun.wait(SECONDS)
     with ThreadPoolExecutor(1) as caller:
         plain = caller.submit(builder.make, [constrained])
