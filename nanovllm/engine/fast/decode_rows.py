@@ -1,13 +1,11 @@
 """The rows of the decode state: their fields, the layout of a row update, and the reference that advances rows.
 
-A row update is one row's complete state, in words of 64 bits:
+A row update is a row's complete state in words of 64 bits, so that all updates of a step are one tensor [n, num_words]:
 
     word 0        the row's number
     words 1-7     the int64 fields
     words 8-10    the int32 fields, two a word
     from 11 on    the block table, two blocks a word
-
-So a step's row updates are one tensor [number of updates, number of words], whatever the types of their fields.
 """
 
 from __future__ import annotations
@@ -52,11 +50,9 @@ def num_update_words(num_blocks: int) -> int:
 
 
 def update_parts(updates: Any, int32: Any) -> tuple[Any, Any, Any, Any]:
-    """Views of row updates: numbers [n], int64 fields [n, 7], int32 fields [n, 6], blocks [n, even].
+    """Views of row updates [n, num_words]: numbers [n], int64 fields [n, 7], int32 fields [n, 6], blocks [n, even].
 
-    Args:
-        updates: [n, num_words] int64, a tensor or an array.
-        int32: its library's type.
+    updates: a tensor or an array. int32: the type of its library.
     """
     return (
         updates[:, 0],
@@ -67,15 +63,10 @@ def update_parts(updates: Any, int32: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def advance_rows(
-    tokens: torch.Tensor,
-    ints: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    last_tokens: torch.Tensor,
-    block_size: int,
-    host_tokens: torch.Tensor | None = None,
+    tokens: torch.Tensor, ints: torch.Tensor, context_lens: torch.Tensor, block_table: torch.Tensor,
+    last_tokens: torch.Tensor, block_size: int, host_tokens: torch.Tensor | None = None,
     count: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Move rows on by one token, in place; the reference of `kernels.triton.sampling.advance`.
 
     Args:

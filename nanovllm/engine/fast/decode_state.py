@@ -48,8 +48,7 @@ class DecodeState:
         ring: TokenRing | None = None,
     ) -> None:
         max_num_seqs, device = paged.max_num_seqs, paged.device
-        self.prefixes = prefixes
-        self.ring = ring
+        self.prefixes, self.ring = prefixes, ring
         self.block_size = paged.block_size
         self._paged = paged
         self._advance = advance or advance_rows

@@ -118,12 +118,14 @@ class _Buffer:
         rows, masks: [max_rows] int64 and [max_rows, num_words] int32, in `words`.
         copied: when the masks written last are on the device; None: the device is the host.
         filling: what writes to it.
+        copies: by number of masks: what is copied, where to, and the masks there.
     """
 
     def __init__(self, words: torch.Tensor, rows: torch.Tensor, masks: torch.Tensor, on_gpu: bool) -> None:
         self.words, self.rows, self.masks = words, rows.numpy(), masks.numpy()
         self.copied = torch.cuda.Event() if on_gpu else None
         self.filling: Filling | None = None
+        self.copies: dict[int, tuple[torch.Tensor, torch.Tensor, TokenMasks]] = {}
 
 
 class _Buffers:
@@ -153,9 +155,6 @@ class _Buffers:
         self._device.copy_(self._host[0].words, non_blocking=True)
         self.gate = make_gate(host[2 * each : 2 * each + 1], device)
         self._value = 0
-        self._views: dict[int, TokenMasks] = {}
-        self._copies: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        """By buffer and number of masks: what is copied from the host, and where."""
 
     def _split(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(row numbers, masks)"""
@@ -184,19 +183,16 @@ class _Buffers:
                 buffer.filling = None
 
     def launch_copy(self, buffer: _Buffer, count: int) -> TokenMasks:
-        """Launch the copy of the first `count` masks. It returns the same tensors in every step with this count."""
-        key = id(buffer), count
-        if key not in self._copies:
+        """Launch the copy of the first `count` masks. They are in the same memory in every step with this count."""
+        if count not in buffer.copies:
             size = 2 * self._max_rows + count * self.num_words
-            self._copies[key] = buffer.words[:size], self._device[:size]
-        on_host, on_device = self._copies[key]
+            rows, masks = self._split(self._device)
+            buffer.copies[count] = buffer.words[:size], self._device[:size], TokenMasks(masks[:count], rows[:count])
+        on_host, on_device, on_device_masks = buffer.copies[count]
         on_device.copy_(on_host, non_blocking=True)
         if buffer.copied is not None:
             buffer.copied.record()
-        if count not in self._views:
-            rows, masks = self._split(self._device)
-            self._views[count] = TokenMasks(masks[:count], rows[:count])
-        return self._views[count]
+        return on_device_masks
 
 
 class _BufferedMaskJob(MaskJob):
