@@ -217,7 +217,8 @@ class DecodeRunner:
         if buckets is None:
             context = state.max_context_len
         else:
-            # Eager steps are padded like captured ones, so that both give the same tokens.
+            # Eager steps are padded like captured ones, so that both give the same tokens. Not by context there is one
+            # bound, `longest`, whatever the context lengths are.
             rows, context = buckets.fit(rows, state.max_context_len if buckets.by_context else 1)
             if shared:
                 context = buckets.longest

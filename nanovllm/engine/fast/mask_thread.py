@@ -129,7 +129,7 @@ class _Buffer:
 
 
 class _Buffers:
-    """Masks and their rows: one tensor on the device, and two on the host in turns, one a step; and the gate.
+    """Masks and their rows: one tensor on the device, and two buffers on the host, which steps use in turns.
 
     So nothing is allocated in a step, and a captured graph can read the masks.
 
@@ -147,12 +147,11 @@ class _Buffers:
         # has copied it has work left, and the waits at the gate are on that stream.
         each = size + size % 2  # a row number is a pair of words: the second buffer begins at a whole pair
         host = torch.zeros(2 * each + 2, dtype=torch.int32, pin_memory=on_gpu)
-        self._host: list[_Buffer] = []
-        for i in range(2):
-            words = host[i * each : i * each + size]
-            self._host.append(_Buffer(words, *self._split(words), on_gpu))
-        self._device = torch.zeros(size, dtype=torch.int32, device=device)
-        self._device.copy_(self._host[0].words, non_blocking=True)
+        halves = host[:size], host[each : each + size]
+        self._on_host = [_Buffer(words, *self._split(words), on_gpu) for words in halves]
+        """The buffer that was used last is the last one."""
+        self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._on_device.copy_(self._on_host[0].words, non_blocking=True)
         self.gate = make_gate(host[2 * each : 2 * each + 1], device)
         self._value = 0
 
@@ -166,18 +165,18 @@ class _Buffers:
 
         The caller waits until the device has copied the masks that the buffer held.
         """
-        buffer = self._host[0]
+        buffer = self._on_host[0]
         if buffer.filling is not None:
             buffer.filling.cancel_or_wait()
         if buffer.copied is not None:
             buffer.copied.synchronize()
-        self._host.reverse()
+        self._on_host.reverse()
         self._value = (self._value + 1) % 2**32
         return buffer, self._value
 
     def drain(self) -> None:
         """Wait until nothing writes to a buffer any more. The older job first: the gate opens in order."""
-        for buffer in self._host:
+        for buffer in self._on_host:
             if buffer.filling is not None:
                 buffer.filling.cancel_or_wait()
                 buffer.filling = None
@@ -186,13 +185,14 @@ class _Buffers:
         """Launch the copy of the first `count` masks. They are in the same memory in every step with this count."""
         if count not in buffer.copies:
             size = 2 * self._max_rows + count * self.num_words
-            rows, masks = self._split(self._device)
-            buffer.copies[count] = buffer.words[:size], self._device[:size], TokenMasks(masks[:count], rows[:count])
-        on_host, on_device, on_device_masks = buffer.copies[count]
+            rows, masks = self._split(self._on_device)
+            token_masks = TokenMasks(masks[:count], rows[:count])
+            buffer.copies[count] = buffer.words[:size], self._on_device[:size], token_masks
+        on_host, on_device, token_masks = buffer.copies[count]
         on_device.copy_(on_host, non_blocking=True)
         if buffer.copied is not None:
             buffer.copied.record()
-        return on_device_masks
+        return token_masks
 
 
 class _BufferedMaskJob(MaskJob):

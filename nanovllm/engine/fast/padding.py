@@ -1,8 +1,8 @@
 """Runs of tokens of several sequences, padded to a shape that a CUDA graph can have, in static tensors.
 
-Padding tokens are one more run, an ordinary sequence whose blocks are all the padding block; the sequences that are
-missing are empty runs. So no kernel has a special case for padding, no sequence reads what padding writes, and the rows
-of padding are finite.
+Padding tokens are one more run, an ordinary sequence whose blocks are all the padding block. A batch with fewer
+sequences than the shape ends with empty runs. So no kernel has a special case for padding, no sequence reads what
+padding writes, and the rows of padding are finite.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunsBucket(NamedTuple):
 
 
 class PaddedInputs(NamedTuple):
-    """Padded runs; all are views of one buffer, so that they reach the device in one copy."""
+    """Padded runs: views of one buffer, so that all reach the device in one copy."""
 
     tokens: torch.Tensor
     """[3, num_tokens] int64: token ids, positions, kv_slots, as in `Batch`."""
@@ -65,7 +65,11 @@ class PaddedInputs(NamedTuple):
         )
 
     def fill(self, batch: Batch, padding_block: int, block_size: int) -> None:
-        """Write a batch and its padding; for inputs on the host."""
+        """Write a batch and its padding; for inputs on the host.
+
+        Example: a decode and 4 tokens of a prompt, padded to 8 tokens and 3 sequences. The runs have 1, 4, 3 (padding)
+        and 0 tokens, so cu_seqlens_q is 0, 1, 5, 8, 8.
+        """
         tokens, rows, lens, starts, table = (t.numpy() for t in self)
         num_tokens, num_seqs, capacity = batch.num_tokens, len(batch.block_table), tokens.shape[1]
         padding = capacity - num_tokens

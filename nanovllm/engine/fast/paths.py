@@ -72,7 +72,7 @@ class FastPaths:
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
         self._num_layer_weights, layer_bytes = model.layer_sizes
-        # A rank may hold packed weights, another whole ones.
+        # One rank may hold packed weights and another whole ones: the ranks decide alike.
         layer_bytes = current_group().smallest(layer_bytes, device)
         self.enabled = enabled_paths(self.policy, kernels, device, layer_bytes, config.enable_prefix_caching)
         self.reserve_tokens_ahead = self.policy.reserve_tokens_ahead
@@ -124,7 +124,7 @@ class FastPaths:
         warm_up = WarmUp(paged, sampler, self.buckets, limits)
         sizes = self.buckets.batch_sizes, self.buckets.shared_sizes, self.buckets.piggybacked_sizes
         prefill = None if self.prefill is None else [tuple(bucket) for bucket in self.prefill.buckets]
-        current_group().barrier(f"{enabled} with steps of {sizes} and {prefill}")  # else ranks sum other shapes
+        current_group().barrier(f"{enabled} with steps of {sizes} and {prefill}")  # the ranks sum over equal shapes
         if self._logits is not None:
             self._capture(self._logits, paged, warm_up, timer)
         if enabled.warm_up:
@@ -143,8 +143,9 @@ class FastPaths:
             from nanovllm.kernels.triton.sampling.advance import advance_rows
 
             advance = advance_rows
-        # On a GPU it takes a kernel to store to the host's memory.
-        ring = TokenRing(paged.max_num_seqs, paged.device) if advance or paged.device.type != "cuda" else None
+        ring = None
+        if advance is not None or paged.device.type != "cuda":  # a GPU needs a kernel to write to the host's memory
+            ring = TokenRing(paged.max_num_seqs, paged.device)
         return DecodeState(paged, advance, prefixes, ring)
 
     def _capture(self, logits: torch.Tensor, paged: PagedModel, warm_up: WarmUp, timer: StartTimer) -> None:
@@ -163,7 +164,7 @@ class FastPaths:
             try:
                 prefill.capture(logits, backend)
             except Exception as e:
-                if current_group().size > 1:  # the other ranks go on with padded steps, of other sizes than this one's
+                if current_group().size > 1:  # the other ranks would go on with padded steps, and sum over other shapes
                     raise
                 logger.warning("steps with prompts run without CUDA graphs, since their capture failed: %s", e)
                 self.prefill = None

@@ -47,18 +47,18 @@ def prefill_buckets(
 
 
 class PrefillRunner:
-    """Runs steps with pieces of prompts in them, padded; those that no bucket has room for are left to the caller.
+    """Runs steps with pieces of prompts, padded. Steps that no bucket has room for are left to the caller.
 
     Without `capture` the same padded steps run kernel by kernel, so that both compute the same thing.
 
     Args:
-        full_tokens: buckets of more tokens than this are for full steps.
+        largest_usual: buckets of more tokens than this are for full steps.
         min_full_share: the share of a full step's bucket that a step must fill to be padded to it.
     """
 
-    def __init__(self, paged: PagedModel, buckets: list[RunsBucket], full_tokens: int, min_full_share: float) -> None:
+    def __init__(self, paged: PagedModel, buckets: list[RunsBucket], largest_usual: int, min_full_share: float) -> None:
         self.buckets = buckets
-        self._full_tokens = full_tokens
+        self._largest_usual = largest_usual
         self._min_full_share = min_full_share
         self._paged = paged
         self._runs = PaddedRuns(buckets[-1], paged)
@@ -82,7 +82,7 @@ class PrefillRunner:
             try:
                 self._graphs[bucket] = backend.capture(partial(self.run_padded, bucket, logits))
             except torch.OutOfMemoryError:
-                if bucket.num_tokens <= self._full_tokens:
+                if bucket.num_tokens <= self._largest_usual:
                     raise
                 logger.warning(
                     "no memory for a CUDA graph of steps of %d tokens; a lower gpu_memory_utilization leaves some",
@@ -114,10 +114,12 @@ class PrefillRunner:
         return logits[: len(batch.logits_rows)]
 
     def fit(self, num_tokens: int, num_seqs: int) -> RunsBucket | None:
-        """The smallest bucket that holds this many tokens and sequences, or None; a full step fills its bucket."""
+        """The smallest bucket with room for this many tokens and sequences; None: there is none, or a full step would
+        fill too little of its bucket.
+        """
         first = bisect_left(self.buckets, num_tokens, key=lambda bucket: bucket.num_tokens)
         bucket = next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
-        if bucket is None or bucket.num_tokens <= self._full_tokens:
+        if bucket is None or bucket.num_tokens <= self._largest_usual:
             return bucket
         return bucket if num_tokens >= self._min_full_share * bucket.num_tokens else None
 

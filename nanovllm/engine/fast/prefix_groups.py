@@ -116,8 +116,8 @@ class PrefixGroups:
         self._min_rows, self._min_saved_bytes = min_rows, min_saved_bytes
         self._tables = np.zeros((max_num_seqs, paged.max_blocks), np.int32)
         self._size = max_num_seqs
-        self._device = torch.zeros(3 * MAX_GROUPS + 2 * max_num_seqs, dtype=torch.int32, device=device)
-        self._sent = np.zeros(len(self._device), np.int32)
+        self._on_device = torch.zeros(3 * MAX_GROUPS + 2 * max_num_seqs, dtype=torch.int32, device=device)
+        self._sent = np.zeros(len(self._on_device), np.int32)
         self.groups: Sequence[PrefixGroup] = ()
         """The groups of the placed rows, whether they are used or not."""
         self.worthwhile = False
@@ -145,7 +145,7 @@ class PrefixGroups:
 
     def send(self) -> None:
         """Copy the groups to the device, if they differ from those sent last."""
-        host = torch.zeros(len(self._sent), dtype=torch.int32, pin_memory=self._device.is_cuda)
+        host = torch.zeros(len(self._sent), dtype=torch.int32, pin_memory=self._on_device.is_cuda)
         groups, rows, lens = self._parts(host.numpy())
         start = 0
         for i, group in enumerate(self.groups):
@@ -155,12 +155,12 @@ class PrefixGroups:
             lens[group.rows] = shared_len
             start = end
         if not np.array_equal(host.numpy(), self._sent):
-            self._device.copy_(host, non_blocking=True)
+            self._on_device.copy_(host, non_blocking=True)
             self._sent[:] = host.numpy()
 
     def tensors(self, num_rows: int) -> SharedPrefixes:
         """The groups of the first `num_rows` rows, as views, so that a captured graph stays right."""
-        groups, rows, lens = self._parts(self._device)
+        groups, rows, lens = self._parts(self._on_device)
         return SharedPrefixes(groups, rows[:num_rows], lens[:num_rows])
 
     def _parts(self, flat: Any) -> tuple[Any, Any, Any]:

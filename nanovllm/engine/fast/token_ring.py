@@ -41,11 +41,11 @@ class TokenRing:
         self._results: list[weakref.ref[StepResult] | None] = [None] * DEPTH
 
     def reset(self) -> None:
-        """The device may have counted other steps than the host: make it start anew, before the next one."""
+        """The device may have counted other steps than the host: before the next step both start from 0."""
         self._counts_agree = False
 
     def claim(self) -> None:
-        """Before a step is launched: the cell that it will write to is free."""
+        """Before a step is launched: free the cell that it will write to, by reading the result that is there."""
         if not self._counts_agree:
             self._count = 0
             self.count.zero_()
