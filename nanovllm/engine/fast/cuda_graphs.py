@@ -124,8 +124,8 @@ class DecodeGraphs:
         """Capture the steps that most engines need. Every shape of `first_shapes` has run before.
 
         Args:
-            launch: runs a step of a shape on static buffers. It is an argument of `run` too and is not kept, since it
-                refers to the owner of these graphs: with such a cycle, `del llm` would not free the GPU's memory.
+            launch: runs a step of a shape on static buffers. It is an argument of `run_model` too and is not kept: it
+                refers to the owner of these graphs, and with such a cycle `del llm` would not free the GPU's memory.
         """
         shapes = self._shapes_at_start()
         for count, shape in enumerate(shapes, 1):
@@ -175,20 +175,18 @@ class DecodeGraphs:
         """Whether there is a graph that applies this many masks."""
         return num_masks in self._mask_graphs
 
-    def run(self, shape: StepShape, launch: Callable[[StepShape], object]) -> bool:
-        """Replay a step. False: its kind of sampling was not captured, and the step ends with the static logits.
+    def run_whole(self, shape: StepShape) -> bool:
+        """Replay the model and sampling. False, with nothing done: there is no such graph."""
+        graph = self._graphs.get(shape)
+        if graph is not None:
+            graph.replay()
+        return graph is not None
+
+    def run_model(self, shape: StepShape, launch: Callable[[StepShape], object]) -> None:
+        """Replay the model, up to the static logits, which the caller may change before `sample`.
 
         launch: as for `capture`, for a shape that comes for the first time.
         """
-        whole = self._graphs.get(shape)
-        if whole is not None:
-            whole.replay()
-            return True
-        self.run_model(shape, launch)
-        return self.sample(shape)
-
-    def run_model(self, shape: StepShape, launch: Callable[[StepShape], object]) -> None:
-        """As `run`, without sampling: the caller may change the static logits before `sample`."""
         graphs = self._graphs
         model = _model_of(shape)
         if model not in graphs:

@@ -148,12 +148,13 @@ class DecodeRunner:
         shape = self._shape(piggybacked)
         if piggybacked:
             self._runs.send(Batch.build(step.pieces, state.block_size), self._runs_bucket(piggybacked))
+        masks = logprobs = None
         constrained = state.constrained()
-        logits, sampled = self._launch_model(shape, masks_follow=bool(constrained))
-        masks = None
-        if constrained:
-            masks = self._masks.start(constrained, self._mask_thread, device_waits=self._uses_mask_graphs)
-        logprobs = None if sampled else self._launch_sampling(shape, logits, masks)
+        if constrained or self.graphs is None or not self.graphs.run_whole(shape):
+            logits = self._launch_model(shape)
+            if constrained:
+                masks = self._masks.start(constrained, self._mask_thread, device_waits=self._uses_mask_graphs)
+            logprobs = self._launch_sampling(shape, logits, masks)
         state.advance_mirror()
         result = StepResult(
             step, state.tokens(), logprobs, order=order, device=self._paged.device,
@@ -163,24 +164,15 @@ class DecodeRunner:
             state.ring.hold(result)
         return result
 
-    def _launch_model(self, shape: StepShape, masks_follow: bool) -> tuple[torch.Tensor, bool]:
-        """Launch the model, and sampling too if graphs hold it and no masks come before it.
-
-        Returns:
-            ([shape.rows, vocab_size], whether the step is sampled and the state advanced).
-        """
-        graphs = self.graphs
-        if graphs is None:
-            return self._run_model(shape), False
+    def _launch_model(self, shape: StepShape) -> torch.Tensor:
+        """Launch the model. Returns the logits of all rows, padding included."""
+        if self.graphs is None:
+            return self._run_model(shape)
         assert self.logits is not None
-        if not graphs.has_model(shape):  # it will be captured
+        if not self.graphs.has_model(shape):  # it will be captured
             self._masks.drain()
-        sampled = False
-        if masks_follow:
-            graphs.run_model(shape, self._launch_shape)
-        else:
-            sampled = graphs.run(shape, self._launch_shape)
-        return self.logits[: shape.rows], sampled
+        self.graphs.run_model(shape, self._launch_shape)
+        return self.logits[: shape.rows]
 
     def _launch_sampling(
         self, shape: StepShape, logits: torch.Tensor, masks: StartedMasks | None
@@ -188,11 +180,9 @@ class DecodeRunner:
         """Mask the logits, sample from them and advance the state. Returns the log-probabilities that are wanted."""
         if shape.mode is SamplingMode.GENERAL:
             return self._sample_by_host(logits[: self.state.num_rows], masks)
-        sampled = False  # without masks `_launch_model` has tried the graphs
         if masks is not None:
             self._apply_masks(logits, masks)
-            sampled = self.graphs is not None and self.graphs.sample(shape)
-        if not sampled:
+        if self.graphs is None or not self.graphs.sample(shape):
             self._sample_from_state(logits, shape.mode)
         return None
 
@@ -217,8 +207,8 @@ class DecodeRunner:
         if buckets is None:
             context = state.max_context_len
         else:
-            # Eager steps are padded like captured ones, so that both give the same tokens. Not by context there is one
-            # bound, `longest`, whatever the context lengths are.
+            # Eager steps are padded like captured ones, so that both give the same tokens. Unless `by_context` there is
+            # one bound, so the longest context need not be computed.
             rows, context = buckets.fit(rows, state.max_context_len if buckets.by_context else 1)
             if shared:
                 context = buckets.longest

@@ -32,12 +32,22 @@ def lengths_on_the_device():
 def watch_replays(llm):
     """(shape, whether the graphs sampled as well) of every decode step from now on."""
     graphs, replayed = llm.engine.runner.fast.decoder.graphs, []
-    run = graphs.run
+    run_whole, run_model, sample = graphs.run_whole, graphs.run_model, graphs.sample
 
-    def watched(shape, launch):
-        drawn = run(shape, launch)
-        replayed.append((shape, drawn))
+    def watched_whole(shape):
+        found = run_whole(shape)
+        if found:
+            replayed.append((shape, True))
+        return found
+
+    def watched_model(shape, launch):
+        run_model(shape, launch)
+        replayed.append((shape, False))
+
+    def watched_sample(shape):
+        drawn = sample(shape)
+        replayed[-1] = shape, drawn
         return drawn
 
-    graphs.run = watched
+    graphs.run_whole, graphs.run_model, graphs.sample = watched_whole, watched_model, watched_sample
     return replayed
