@@ -130,6 +130,7 @@ class DecodeState:
         must_send = ~keeps_row | wrong_position | lacks_block
         if must_send.any() or n < before:  # something is sent, so blocks reserved ahead go with it
             must_send |= _table_lengths(p.seq for p in parts) > self._num_blocks[rows]
+        # From here on the mirror is what the step needs.
         owned = self._seq_slot_of_row[self._seq_slot_of_row >= 0]
         self._row_of_seq_slot[owned] = -1
         self._seq_slot_of_row[:] = -1
@@ -180,11 +181,12 @@ class DecodeState:
         num_blocks = max((len(seq.block_table) for _, _, seq in placed), default=1)
         shape = (len(rows), num_update_words(num_blocks))
         host = torch.empty(shape, dtype=torch.int64, pin_memory=paged.device.type == "cuda")
-        # All are padding rows first; then the placed sequences' fields follow.
+        # First every update is that of a padding row.
         numbers, int64, int32, tables = update_parts(host.numpy(), np.int32)
         numbers[:] = rows
         int64[:], int32[:, : Int32.COUNT] = self._padding
         tables[:] = paged.padding_block
+        # Then those of sequences get what the sequence computes next,
         sampling: list[SamplingRow] = []
         for i, row, seq in placed:
             table, position = seq.block_table, int(self._positions[row])
@@ -200,6 +202,7 @@ class DecodeState:
             if self.prefixes is not None:
                 self.prefixes.set_table(row, tables[i, : len(table)])
             sampling.append(SamplingRow(seq.params, seq.seed, position + 1, seq_slot))
+        # and, all at once, their sampling parameters.
         if placed:
             indices = [i for i, _, _ in placed]
             packed = PackedSampling.of(sampling)
