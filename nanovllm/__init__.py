@@ -35,6 +35,6 @@ def __getattr__(name: str) -> Any:
         from nanovllm import outputs
 
         return getattr(outputs, name)
-    from nanovllm.foreign_arguments import refuse_name
+    from nanovllm.foreign_names import refuse_name
 
     refuse_name(__name__, name)

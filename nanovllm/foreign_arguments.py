@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dis
-import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 _OFF: tuple[Any, ...] = (None, False, 0, "auto", "none", "", (), [], {})
 """Values that switch a feature off, or leave it to the engine."""
@@ -44,38 +42,55 @@ _RENAMED: tuple[Any, ...] = (None,)
 ENGINE_ARGUMENTS = table(
     # Choices that this engine does not leave to the user.
     ("a preempted sequence is computed again, not swapped", None, "swap_space preemption_mode"),
-    ("long prompts are always split over steps", None, "enable_chunked_prefill max_num_partial_prefills"
-     " max_long_partial_prefills long_prefill_token_threshold prefill_schedule_interval"
-     " scheduler_reserve_full_isl watermark"),
+    ("long prompts are always split over steps", None, "enable_chunked_prefill"),
+    ("a step computes prompts in the order of their arrival, up to max_num_batched_tokens", None,
+     "max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold"),
+    ("a prompt begins in the first step that has room for it", None, "prefill_schedule_interval"
+     " scheduler_delay_factor scheduler_reserve_full_isl watermark"),
     ("use max_num_batched_tokens", (None,), "max_num_scheduled_tokens chunked_prefill_size"),
     ("the engine logs no requests", None, "disable_log_requests enable_log_requests"),
-    ("the engine logs no statistics", None, "disable_log_stats"
-     " show_hidden_metrics_for_version collect_detailed_traces aggregate_engine_logging kv_cache_metrics"
-     " kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics"
-     " enable_logging_iteration_details jit_monitor_mode jit_monitor_verbose enable_mm_processor_stats"
-     " per_request_spec_decode_metrics"),
+    ("the engine logs no statistics", None, "disable_log_stats aggregate_engine_logging"
+     " enable_logging_iteration_details"),
+    ("there are no further metrics", None, "show_hidden_metrics_for_version kv_cache_metrics kv_cache_metrics_sample"
+     " cudagraph_metrics enable_mfu_metrics"),
+    ("a trace has one span for each request", None, "collect_detailed_traces"),
+    ("profiles are written by `python bench.py --profile`", None, "enable_layerwise_nvtx_tracing"
+     " ray_workers_use_nsight"),
     ("profiles are written by `python bench.py --profile`", _OFF, "profiler_config"),
-    ("the sizes of CUDA graphs follow max_num_seqs", None, "max_seq_len_to_capture max_context_len_to_capture"
-     " cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size"),
-    ("the engine starts a process for each GPU of this machine itself", None, "disable_custom_all_reduce"
-     " distributed_executor_backend worker_use_ray"
-     " ray_workers_use_nsight max_parallel_loading_workers master_addr master_port"
-     " numa_bind numa_bind_nodes numa_bind_cpus shutdown_timeout fail_on_environ_validation"),
+    ("kernels that are compiled while the engine serves are not watched", None, "jit_monitor_mode jit_monitor_verbose"),
+    ("the sizes of CUDA graphs follow max_num_seqs", None, "cuda_graph_sizes cudagraph_capture_sizes"
+     " max_cudagraph_capture_size"),
+    ("CUDA graphs are for sequences of every length", None, "max_seq_len_to_capture max_context_len_to_capture"),
+    ("the engine starts a process for each GPU of this machine itself", None, "distributed_executor_backend"
+     " worker_use_ray master_addr master_port"),
+    ("the op all_reduce sums over GPUs, and kernel_priority chooses its kernel", None, "disable_custom_all_reduce"),
+    ("each GPU's process reads its own part of the weights at once", None, "max_parallel_loading_workers"),
+    ("processes are not bound to cores; numactl or taskset before the command binds them", None, "numa_bind"
+     " numa_bind_nodes numa_bind_cpus"),
+    ("the engine ends at once; a server has an option drain", None, "shutdown_timeout"),
+    ("the start warns of misspelt environment variables, and goes on", None, "fail_on_environ_validation"),
     ("set CUDA_VISIBLE_DEVICES", (None,), "device_ids"),
     ("use rank_timeout", (None,), "distributed_timeout_seconds cpu_distributed_timeout_seconds"),
     ("the name of a served model belongs to a server", None, "served_model_name"),
-    ("the engine has one scheduler and one block manager", None, "num_scheduler_steps multi_step_stream_outputs"
-     " use_v2_block_manager scheduler_delay_factor num_lookahead_slots disable_async_output_proc scheduler_cls"
-     " worker_cls worker_extension_cls stream_interval disable_cascade_attn block_allocator"
-     " disable_hybrid_kv_cache_manager prefix_match_unit"),
+    ("the engine has one scheduler, one block manager and one kind of worker", None, "use_v2_block_manager"
+     " scheduler_cls worker_cls worker_extension_cls block_allocator"),
+    ("the engine handles each token as it comes", None, "stream_interval num_scheduler_steps"
+     " multi_step_stream_outputs"),
+    ("on a GPU a step is launched before the tokens of the step before it are handled", None,
+     "disable_async_output_proc"),
+    ("the engine decides for each batch whether a prefix that sequences share is read once", None,
+     "disable_cascade_attn"),
+    ("every layer caches all tokens, in blocks of one kind", None, "disable_hybrid_kv_cache_manager"),
+    ("prefixes are shared in whole blocks of kvcache_block_size tokens", None, "prefix_match_unit"),
     ("LLM alone shows how far a model is loaded", None, "use_tqdm_on_load"),
-    ("safetensors files are copied straight to the device", None, "safetensors_load_strategy ignore_patterns"
-     " safetensors_prefetch_num_threads safetensors_prefetch_block_size pt_load_map_location"
-     " low_cpu_mem_usage"),
+    ("safetensors files are copied straight to the device", None, "safetensors_load_strategy"
+     " safetensors_prefetch_num_threads safetensors_prefetch_block_size low_cpu_mem_usage"),
+    ("the files that the engine reads are downloaded, and no others", None, "ignore_patterns"),
+    ("files in PyTorch's own format (.pt, .bin) are not read", None, "pt_load_map_location"),
     ("the prefix cache is keyed BLAKE2b", None, "prefix_caching_hash_algo"),
     ("the prefix cache keeps every full block until its memory is needed", None, "prefix_cache_retention_interval"),
-    ("the queue of a server is limited by max_waiting of `nanovllm serve`", (None,), "max_num_queued_reqs"),
-    ("the queue of a server is limited by max_waiting_tokens of `nanovllm serve`", (None,), "max_num_queued_tokens"),
+    ("the queue of a server is limited by --max-waiting of `nanovllm serve`", (None,), "max_num_queued_reqs"),
+    ("the queue of a server is limited by --max-waiting-tokens of `nanovllm serve`", (None,), "max_num_queued_tokens"),
     ("a server starts a process that died again; leave it out", _OFF, "enable_fault_tolerance"
      " fault_tolerance_config"),
     # What is not supported: the values that switch it off are taken.
@@ -89,6 +104,7 @@ ENGINE_ARGUMENTS = table(
     ("code of a checkpoint is never run", None, "trust_remote_code"),
     ("quantised checkpoints need no argument; pass quantization=\"fp8\" or \"int4\" to quantise a floating-point one",
      _OFF, "quantization_param_path load_in_4bit load_in_8bit quantization_config"),
+    ("speculative decoding is not supported", None, "num_lookahead_slots per_request_spec_decode_metrics"),
     ("speculative decoding is not supported; leave it out", _OFF, "speculative_config speculative_model"
      " num_speculative_tokens speculative_draft_tensor_parallel_size ngram_prompt_lookup_max"
      " ngram_prompt_lookup_min spec_method spec_model spec_tokens diffusion_config"),
@@ -100,11 +116,14 @@ ENGINE_ARGUMENTS = table(
      " decode_context_parallel_size prefill_context_parallel_size context_parallel_size enable_expert_parallel"
      " enable_elastic_ep enable_ep_weight_filter ubatch_size enable_eplb pp_size ep_size"
      " enable_batch_sharded_sampling num_redundant_experts"),
-    ("a model is split by tensor_parallel_size alone", None, "data_parallel_backend"
-     " data_parallel_address data_parallel_rpc_port dcp_comm_backend dcp_kv_cache_interleave_size"
-     " cp_kv_cache_interleave_size all2all_backend dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config"
-     " expert_placement_strategy dcp_q_replicate dp_sync_interval eplb_window_size eplb_step_interval"
+    ("copies of a model are engines of their own", None, "data_parallel_backend data_parallel_address"
+     " data_parallel_rpc_port dp_sync_interval"),
+    ("a model is split by tensor_parallel_size alone", None, "dcp_comm_backend dcp_kv_cache_interleave_size"
+     " cp_kv_cache_interleave_size all2all_backend eplb_config"
+     " expert_placement_strategy dcp_q_replicate eplb_window_size eplb_step_interval"
      " eplb_log_balancedness"),
+    ("a step is not cut into two batches that overlap", None, "dbo_decode_token_threshold"
+     " dbo_prefill_token_threshold"),
     ("a model runs on one machine; use its GPUs with tensor_parallel_size", _ONE, "nnodes node_rank"),
     ("experts are split by tensor_parallel_size, and their choices are not returned; leave it out", _OFF,
      "enable_return_routed_experts"),
@@ -115,29 +134,29 @@ ENGINE_ARGUMENTS = table(
     ("images, audio and video are not supported; send text", _OFF, "mm_processor_kwargs"
      " media_io_kwargs enable_mm_embeds interleave_mm_strings allowed_local_media_path allowed_media_domains"
      " mm_encoder_only mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
-     " mm_encoder_fp8_scale_save_path io_processor_plugin video_pruning_rate enable_multimodal_encoder_data_parallel"),
+     " mm_encoder_fp8_scale_save_path video_pruning_rate enable_multimodal_encoder_data_parallel"),
     ("images, audio and video are not supported", None, "limit_mm_per_prompt"
      " mm_processor_cache_gb mm_processor_cache_type disable_mm_preprocessor_cache mm_shm_cache_max_object_size_mb"
-     " skip_mm_profiling language_model_only mm_encoder_tp_mode mm_encoder_fp8_scale_save_margin renderer_num_workers"
+     " skip_mm_profiling language_model_only mm_encoder_tp_mode mm_encoder_fp8_scale_save_margin"
      " mm_tensor_ipc mm_ipc_gpu_memory_gb disable_chunked_mm_input mm_hasher_algorithm video_pruning_method"
-     " mm_processor_device mm_device_do_normalize ec_manager_config"),
+     " mm_processor_device mm_device_do_normalize ec_manager_config enable_mm_processor_stats"),
     ("models with state-space layers are not supported; use another model", _OFF, "mamba_config"
      " mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode"
      " enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend kda_prefill_backend"
      " use_replayssm mamba_ssu_algorithm"),
     ("models with state-space layers are not supported", None, "mamba_backend"
      " replayssm_buffer_len"),
-    ("weights cannot be replaced while an engine runs; make a new LLM", _OFF, "weight_transfer_config"),
+    ("weights cannot be replaced while an engine runs; start another one", _OFF, "weight_transfer_config"),
     ("the engine generates text; leave it out: embeddings, scores and rewards are not supported",
      (None, "auto", "generate"), "task runner convert override_pooler_config pooler_config"),
     ("outputs are constrained by llguidance, which is the only backend", None, "guided_decoding_backend"
-     " guided_decoding_disable_fallback"
-     " guided_decoding_disable_any_whitespace structured_outputs_config"
-     " guided_decoding_disable_additional_properties"),
+     " guided_decoding_disable_fallback structured_outputs_config"),
+    ("JSON has a space after each separator and no other white space", None, "guided_decoding_disable_any_whitespace"),
+    ('write "additionalProperties": false into the schema', _OFF, "guided_decoding_disable_additional_properties"),
     ("reasoning is found by the chat template; in Python use the parsers of nanovllm.chat", None, "reasoning_parser"
      " reasoning_parser_plugin"),
     ("reasoning is found by the chat template; leave it out", _OFF, "reasoning_config"),
-    ("the engine cannot sleep; close the LLM, which frees its memory", _OFF, "enable_sleep_mode"
+    ("the engine cannot sleep; close the LLM or end the server, which frees its memory", _OFF, "enable_sleep_mode"
      " enable_nccl_comm_suspend"),
     ("logits cannot be changed by a function; use logit_bias, bad_words or penalties", _OFF, "logits_processors"
      " logits_processor_pattern"),
@@ -145,7 +164,7 @@ ENGINE_ARGUMENTS = table(
     ("requests are served in the order of their arrival; leave it out", (None, "fcfs", "auto"), "scheduling_policy"),
     ("the tokenizer is transformers' fast one; leave it out", (None, "auto", "hf"), "tokenizer_mode"),
     ("prompts are tokenised in the thread of the caller", None, "tokenizer_pool_size tokenizer_pool_type"
-     " tokenizer_pool_extra_config"),
+     " tokenizer_pool_extra_config renderer_num_workers"),
     ("the model and its tokenizer are at one place; download the revision, and pass its directory",
      (None, "main"), "revision tokenizer_revision code_revision"),
     ("the chat template is the tokenizer's; pass another one to LLM.chat", (None,), "chat_template chat_format"),
@@ -154,28 +173,39 @@ ENGINE_ARGUMENTS = table(
     ("use max_num_batched_tokens", (None,), "n_batch n_ubatch"),
     ("the engine logs as the logging module is set up", None, "verbose"),
     ("a hub id is looked up in the Hugging Face cache; set HF_HOME, or pass a directory", (None, ""), "download_dir"
-     " hf_config_path cache_dir local_files_only model_weights"),
+     " cache_dir"),
+    ("the hub is asked if a model is not in its cache; set HF_HUB_OFFLINE=1 to forbid it", _OFF, "local_files_only"),
+    ("the weights are those of the model's directory; pass a directory that has both", (None, ""), "model_weights"),
+    ("the model's own config.json is read; use hf_overrides, or put a config.json into the model's directory",
+     (None, ""), "hf_config_path"),
     ("the files in the model's directory tell their format; leave it out", (None, "auto", "hf"), "config_format"),
     ("the hub's token comes from the environment; set HF_TOKEN", (None, False, True), "hf_token token use_auth_token"),
     ("use hf_overrides={...}", _OFF, "rope_scaling rope_theta"),
-    ("the checkpoint's config.json decides; edit a copy of it", _OFF, "override_neuron_config disable_sliding_window"
-     " model_class_overrides"),
+    ('the config.json decides; use hf_overrides={"use_sliding_window": false}, or "sliding_window": null where there'
+     " is no such entry", _OFF, "disable_sliding_window"),
+    ("the architectures in config.json decide; edit a copy of it", _OFF, "model_class_overrides"),
     ("prompt embeddings are not supported; pass text or token ids", _OFF, "enable_prompt_embeds"),
     ("log-probabilities are of the raw logits; leave it out", (None, "raw_logprobs"), "logprobs_mode"),
-    ("the fp8 cache has no scales; leave it out", _OFF, "calculate_kv_scales kv_cache_dtype_skip_layers"),
-    ("kernels are chosen by kernel_priority, and CUDA graphs by enforce_eager", _OFF, "attention_backend"
-     " attention_config kernel_config use_cudagraph attn_implementation"
-     " attn_backend moe_backend linear_backend ir_op_priority override_attention_dtype"
-     " enable_bf16x3_router_gemm use_fp64_gumbel"),
+    ("the fp8 cache has no scales; leave it out", _OFF, "calculate_kv_scales"),
+    ("all layers have the same kv_cache_dtype; leave it out", _OFF, "kv_cache_dtype_skip_layers"),
+    ('kernels are chosen for each op; use kernel_priority={"attention_prefill": ["flash_attn"]}, for example', _OFF,
+     "attention_backend attention_config attn_implementation attn_backend"),
+    ('kernels are chosen for each op; use kernel_priority={"linear": ["triton"]}, for example', _OFF,
+     "kernel_config moe_backend linear_backend ir_op_priority"),
+    ("attention is computed in the model's dtype; use dtype", _OFF, "override_attention_dtype"),
+    ("CUDA graphs are captured on a GPU; use enforce_eager for none", (None, True), "use_cudagraph"),
+    ("kernels of this precision are not there; leave it out", _OFF, "enable_bf16x3_router_gemm use_fp64_gumbel"),
     ("steps are made for latency and throughput alike", None, "performance_mode"),
     ("models are not compiled; enforce_eager decides whether there are CUDA graphs", None, "compilation_config"
-     " optimization_level enable_flashinfer_autotune kv_sharing_fast_prefill"),
+     " optimization_level"),
+    ("kernels are tuned by `nanovllm tune`, not at the start", None, "enable_flashinfer_autotune"),
+    ("no layer reads the cache of another layer", None, "kv_sharing_fast_prefill"),
     ("the KV cache is sized by gpu_memory_utilization or num_kvcache_blocks", (None,), "kv_cache_memory_bytes"
      " max_memory mem_fraction_static"),
     ("an option of another engine, without a counterpart here; leave it out", _OFF, "additional_config model_impl"
      " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"
      " enable_cumem_allocator tokens_only allow_deprecated_quantization enable_trace_replay external_parameters"
-     " return_sampling_mask"),
+     " return_sampling_mask io_processor_plugin override_neuron_config"),
     # Other names of arguments that the engine has.
     ("use kvcache_block_size", _RENAMED, "block_size"),
     ("use num_kvcache_blocks", _RENAMED, "num_gpu_blocks_override"),
@@ -233,7 +263,8 @@ SAMPLING_ARGUMENTS = table(
      " prompt_logprob_token_ids prompt_logprob_start"),
     ("repeated patterns are not looked for; use stop, or penalties", (None,), "repetition_detection"),
     ("the engine samples each token; pass them as a prompt with prompt_logprobs to score them", (None, 0),
-     "trace_decode_token_ids routed_experts_prompt_start"),
+     "trace_decode_token_ids"),
+    ("the experts of a token are not returned; leave it out", (None, 0), "routed_experts_prompt_start"),
     ("a budget for thinking is not supported; use max_tokens", (None, -1), "thinking_token_budget"),
     ("this filter is not supported; use top_k, top_p or min_p", (None, 1), "typical_p tfs"),
     ("this filter is not supported; use top_k, top_p or min_p", _OFF, "epsilon_cutoff eta_cutoff top_a top_h"
@@ -269,79 +300,3 @@ CALL_ARGUMENTS = table(
     ("pass SamplingParams(temperature=0) for do_sample=False", _RENAMED, "do_sample"),
 )  # fmt: skip
 """Arguments of the methods `generate` and `chat` of `vllm.LLM`."""
-
-NOT_CALLED = (
-    "an LLM is not called itself: use llm.generate(prompts, SamplingParams(...)), llm.chat(messages), or"
-    " llm.stream(prompt)"
-)
-METHODS = {
-    name: answer
-    for answer, names in (
-        (
-            "the engine generates text; embeddings, scores and rewards are not supported",
-            "encode embed classify score reward",
-        ),
-        ("beam search is not supported; use SamplingParams(n=) for several completions", "beam_search"),
-        ("the engine cannot sleep; close the LLM, which frees its memory", "sleep wake_up"),
-        ("use close(), which frees the memory", "shutdown exit"),
-        ("profiles are written by `python bench.py --profile`", "start_profile stop_profile"),
-        ("a request's metrics are in `output.metrics`", "get_metrics"),
-        ("there are no workers to call; kernels are replaced by kernel_plugins", "collective_rpc apply_model"),
-        ("use add_request, step and is_finished, or AsyncLLM", "enqueue enqueue_chat wait_for_completion"),
-        ("pass the arguments to LLM", "from_engine_args from_pretrained"),
-        ("use chat", "create_chat_completion"),
-        ("use generate, with SamplingParams", "create_completion"),
-        ("the number of ranks is tensor_parallel_size", "get_world_size"),
-        (
-            "the model's sizes are in llm.llm_engine.model_config, the arguments in llm.llm_engine.config",
-            "model_config",
-        ),
-        ("pass tokenizer= to LLM", "set_tokenizer"),
-        ("images, audio and video are not supported; send text", "reset_mm_cache"),
-        (
-            "weights cannot be replaced while an engine runs; make a new LLM",
-            "init_weight_transfer_engine start_weight_update start_draft_weight_update update_weights"
-            " finish_weight_update",
-        ),
-    )
-    for name in names.split()
-}
-"""Methods of `vllm.LLM` that are not supported, and what to do instead."""
-
-NAMES = {
-    name: answer
-    for answer, names in (
-        ("from nanovllm import LLM", "Llama LLMEngine EngineArgs"),
-        ("from nanovllm import AsyncLLM", "AsyncLLMEngine AsyncEngineArgs"),
-        ("from nanovllm import StructuredOutputs", "GuidedDecodingParams"),
-        ("a prompt is a text, a list of token ids, or a dict with one of them", "TextPrompt TokensPrompt PromptType"),
-        ("beam search is not supported; use SamplingParams(n=) for several completions", "BeamSearchParams"),
-        ("embeddings, scores and rewards are not supported",
-         "PoolingParams PoolingOutput PoolingRequestOutput EmbeddingOutput EmbeddingRequestOutput ScoringOutput"
-         " ScoringRequestOutput ClassificationOutput ClassificationRequestOutput"),
-        ("an engine starts its processes itself; use LLM(tensor_parallel_size=N)", "initialize_ray_cluster"),
-        ("architectures are added to nanovllm/models: see CONTRIBUTING.md", "ModelRegistry"),
-        ("LoRA is not supported; merge the adapter into the weights", "LoRARequest"),
-    )
-    for name in names.split()
-}  # fmt: skip
-"""Names that vLLM and llama-cpp-python export, and what to import or to do here."""
-
-
-def refuse_name(module: str, name: str) -> NoReturn:
-    """For the `__getattr__` of a module: there is no such name. What is known of others' names is said.
-
-    Raises:
-        AttributeError: its text. `from module import name` would replace that text, so there it is an ImportError.
-    """
-    if name not in NAMES:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    text = f"{module} has no {name}; {NAMES[name]}"
-    asking = sys._getframe(2)
-    # A package is first asked whether it has the attribute.
-    importing = asking.f_code.co_name == "_handle_fromlist" or (
-        asking.f_code.co_code[asking.f_lasti] == dis.opmap["IMPORT_FROM"]
-    )
-    if importing:
-        raise ImportError(text, name=module)
-    raise AttributeError(text)

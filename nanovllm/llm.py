@@ -16,7 +16,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.request import Request
 from nanovllm.environment import warn_of_misspelt
-from nanovllm.foreign_arguments import CALL_ARGUMENTS, METHODS, NOT_CALLED
+from nanovllm.foreign_arguments import CALL_ARGUMENTS
+from nanovllm.foreign_names import METHODS, NOT_CALLED
 from nanovllm.frontend.progress import ProgressBar
 from nanovllm.frontend.prompt_list import prompt_list
 from nanovllm.frontend.step_loop import StepLoop, Waiter

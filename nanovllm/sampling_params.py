@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.arguments import rejects_unknown
-from nanovllm.foreign_arguments import SAMPLING_ARGUMENTS, refuse_name
+from nanovllm.foreign_arguments import SAMPLING_ARGUMENTS
+from nanovllm.foreign_names import refuse_name
 from nanovllm.structured_outputs import StructuredOutputs
 from nanovllm.wording import brief
 

@@ -1,6 +1,7 @@
 """Options of vLLM's and SGLang's servers, given to `nanovllm serve` and to the commands that load a model."""
 
 import re
+from dataclasses import fields
 
 import pytest
 import typer
@@ -8,6 +9,8 @@ from typer.testing import CliRunner
 
 from nanovllm.cli import app
 from nanovllm.cli.foreign_options import SERVER_ARGUMENTS
+from nanovllm.config import EngineConfig
+from nanovllm.foreign_arguments import ENGINE_ARGUMENTS
 
 serve = typer.main.get_command(app).get_command(None, "serve")
 
@@ -31,7 +34,20 @@ def parsed(line: str) -> dict:
         ("--enable-auto-tool-choice --tool-call-parser hermes MODEL", {"positional": "MODEL"}, "by the chat template"),
         ("--reasoning-parser qwen3", {}, "--reasoning-parser has no effect: reasoning is found by the chat template"),
         ("--exclude-tools-when-tool-choice-none MODEL", {"positional": "MODEL"}, "has no effect: tool calls"),
-        ("--aggregate-engine-logging MODEL", {"positional": "MODEL"}, "the engine logs no statistics"),
+        ("--aggregate-engine-logging MODEL", {"positional": "MODEL"}, "has no effect: there is one line of statistics"),
+        ("--stream-interval 10 MODEL", {"positional": "MODEL"}, "has no effect: the engine handles each token as it"),
+        (
+            "--uvicorn-log-level info MODEL",
+            {"positional": "MODEL"},
+            "the level of the server's own logs is --log-level",
+        ),
+        ("--renderer-num-workers 2", {}, "prompts are tokenised by the API process; use --api-servers for more"),
+        ("--max-num-partial-prefills 2", {}, "in the order of their arrival, up to --max-num-batched-tokens"),
+        ("--disable-custom-all-reduce", {}, "the op all_reduce sums over GPUs, and --kernels chooses its kernel"),
+        ("--max-seq-len-to-capture 8192", {}, "has no effect: CUDA graphs are for sequences of every length"),
+        ("--kv-cache-metrics", {}, "has no effect: there are no further metrics"),
+        ("--enable-prompt-tokens-details", {}, "has no effect: usage always has the cached tokens of the prompt"),
+        ("--disable-log-requests", {}, "has no effect: requests are not logged unless --access-log is given"),
         ("--disable-access-log-for-endpoints /health MODEL", {"positional": "MODEL"}, "has no effect: requests"),
         ("-O3 MODEL", {"positional": "MODEL"}, "--optimization-level has no effect: models are not compiled"),
         ("-pp 1 --no-enforce-eager", {}, "--pipeline-parallel-size has no effect"),
@@ -77,7 +93,20 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
         ("--cache-type-k q8_0", "--cache-type-k: use --kv-cache-dtype"),
         ("-n 5", "--n-predict: use the field max_tokens of each request"),
         ("-p hi", "--prompt: pass the text without an option: nanovllm generate TEXT"),
-        ("--attention-backend X MODEL", "--attention-backend: kernels are chosen by kernel_priority"),
+        (
+            "--attention-backend X MODEL",
+            '--attention-backend: kernels are chosen for each op; use --kernels "attention_prefill=flash_attn", for',
+        ),
+        ("--hf-config-path x", "--hf-config-path: the model's own config.json is read; use --hf-overrides, or put"),
+        (
+            "--load-in-4bit",
+            "--load-in-4bit: quantised checkpoints need no argument; pass --quantization fp8 or int4 to",
+        ),
+        ("--rope-scaling {}1", "--rope-scaling: use --hf-overrides '{...}'"),
+        ("--no-use-cudagraph", "--no-use-cudagraph: CUDA graphs are captured on a GPU; use --enforce-eager for none"),
+        ("--shutdown-timeout 30", "--shutdown-timeout: use --drain"),
+        ("--distributed-timeout-seconds 9", "--distributed-timeout-seconds: use --rank-timeout"),
+        ("--h11-max-header-count 200", "--h11-max-header-count: a request may have 128 headers of 64 KiB together"),
         ("-hf org/model", "--hf-repo: use --model"),
         ("-b 512", "--batch-size: use --max-num-batched-tokens"),
         ("--top-k 3", "--top-k: use the field top_k of each request"),
@@ -91,6 +120,38 @@ def test_options_that_are_not_supported_say_why(line, said):
     assert str(error.value).startswith(said)
 
 
+def answers(command, capsys):
+    """(the option of another engine, what the command says of it) of all that `LLM` and the servers know."""
+    answered = typer.main.get_command(app).get_command(None, command)
+    for name in {**ENGINE_ARGUMENTS, **SERVER_ARGUMENTS}:
+        option = f"--{name.replace('_', '-')}"
+        try:
+            answered.make_context(command, ["TEXT", f"{option}=some"], resilient_parsing=True).close()
+        except ValueError as error:
+            yield option, str(error)
+        else:
+            yield option, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+def test_answers_name_options_that_there_are(command, capsys):
+    """An argument in Python is the command's option, or one of `nanovllm serve`, which the answer says."""
+    params = typer.main.get_command(app).get_command(None, command).params
+    has = {name for p in params for name in (*p.opts, *p.secondary_opts)}
+    of_serve = {name for p in serve.params for name in (*p.opts, *p.secondary_opts)} - has
+    in_python = {p.name for p in serve.params if p.name != "positional"} | {f.name for f in fields(EngineConfig)}
+    in_python = {name for name in in_python if "_" in name}
+    said = dict(answers(command, capsys))
+    assert len(said) > 200
+    for text in said.values():
+        answer = text.partition(":" if ": " in text else "=")[2]
+        assert not in_python & set(re.findall(r"(?<![\w`(])\w+_\w+", answer)), text
+        named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", answer))
+        if missing := (named - has) & of_serve:
+            assert "`nanovllm serve" in answer, (missing, text)
+        assert named <= has | of_serve | {"--profile"}, text
+
+
 @pytest.mark.parametrize(
     "line, said",
     [
@@ -99,6 +160,8 @@ def test_options_that_are_not_supported_say_why(line, said):
         ("generate -f prompt.txt", "--file: use - as the text, which then comes from standard input"),
         ("generate hi --ignore-eos", "--ignore-eos: this command lacks it; in Python SamplingParams has it"),
         ("chat --repeat-penalty 1.1", "--repeat-penalty: use --repetition-penalty"),
+        ("chat --distributed-timeout-seconds 9",
+         "--distributed-timeout-seconds: use --rank-timeout (`nanovllm serve` has --rank-timeout, and LLM in Python)"),
         ("bench serve --base-url http://x", "--base-url: pass the address without an option: nanovllm bench serve"),
         ("bench serve URL --num-prompts 4 --request-rate 2",
          "--num-prompts: use --num-requests\n--request-rate: use --rate"),

@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "nanovllm"
 # These know nothing of ours but each other's plain helpers; everybody may import them.
 LEAVES = {
     "config", "console", "model_config",
-    "arguments", "field_docs", "foreign_arguments", "garbage_collector", "json_output", "sampling_params", "outputs",
-    "structured_outputs", "early_exit", "environment", "loading_line", "log_format", "quiet_import", "status_process",
-    "wording",
+    "arguments", "field_docs", "foreign_arguments", "foreign_names", "garbage_collector", "json_output",
+    "sampling_params", "outputs", "structured_outputs", "early_exit", "environment", "loading_line", "log_format",
+    "quiet_import", "status_process", "wording",
 }  # fmt: skip
 ALLOWED = {
     "hardware": set(),

@@ -169,7 +169,11 @@ class _Engine:
         str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
     ] = None
     expand_small_weights: Annotated[
-        str, typer.Option(help="auto: quantised weights of small layers are expanded on a GPU where faster; or off.")
+        str,
+        typer.Option(
+            help="auto: on a Hopper GPU quantised weights of small layers are expanded where that is faster, if this "
+            "takes at most 4 % of its memory; or off."
+        ),
     ] = "auto"
     cpu_activations: Annotated[
         str, typer.Option(help="On a CPU: float32, or faster and less exact, int8 or bfloat16.")

@@ -57,6 +57,8 @@ class CommandGroup(TyperGroup):
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             taken = command.params if command is not None else []
             options = {p.name: name for p in taken for name in reversed(p.opts) if name.startswith("--")}
+            if "kernels" in options:  # it has another name in Python
+                options["kernel_priority"] = options["kernels"]
             name_options(e, options, without_default=[p.name for p in taken if p.default is None])
             raise
 

@@ -45,12 +45,17 @@ SERVER_ARGUMENTS = table(
     ("tool calls are found by the chat template", None, "enable_auto_tool_choice tool_call_parser tool_parser_plugin"
      " exclude_tools_when_tool_choice_none"),
     ("reasoning is found by the chat template", None, "enable_reasoning reasoning_parser"),
-    ("requests are not logged unless --access-log is given", None, "disable_log_requests enable_log_requests"
-     " uvicorn_log_level disable_uvicorn_access_log disable_access_log_for_endpoints max_log_len enable_log_outputs"
-     " log_level_http"),
+    ("requests are not logged unless access_log is given", None, "disable_log_requests enable_log_requests"
+     " disable_uvicorn_access_log disable_access_log_for_endpoints"),
+    ("prompts and answers are never logged", None, "max_log_len enable_log_outputs"),
+    ("the level of the server's own logs is log_level", None, "uvicorn_log_level log_level_http"),
+    ("there is one line of statistics every 10 s of work, and disable_log_stats turns it off", None,
+     "aggregate_engine_logging enable_logging_iteration_details"),
     ("there are no such routes", None, "disable_fastapi_docs enable_server_load_tracking enable_offline_docs"),
-    ("usage is in every answer; a stream has it if stream_options asks for it", None, "enable_force_include_usage"
-     " enable_prompt_tokens_details enable_cache_report"),
+    ("usage always has the cached tokens of the prompt", None, "enable_prompt_tokens_details enable_cache_report"),
+    ("prompts are tokenised by the API process; use api_servers for more of these", None, "tokenizer_pool_size"
+     " tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers"),
+    ("use drain", (), "shutdown_timeout"),
     ("every answer has the header X-Request-Id", None, "enable_request_id_headers"),
     ("use chat_template", (), "chat_template_file"),
     ("no answer has an absolute link, so a proxy may serve it below any path that it removes", None,
@@ -58,7 +63,9 @@ SERVER_ARGUMENTS = table(
     ("options are read from the command line alone; write them into a script", (), "config"),
     ("clients need a certificate if ssl_ca_certs is given", (), "ssl_cert_reqs"),
     ("put a proxy with these options before the server", (), "ssl_ciphers ssl_keyfile_password enable_ssl_refresh"
-     " middleware h11_max_header_count h11_max_incomplete_event_size"),
+     " middleware"),
+    ("a request may have 128 headers of 64 KiB together; leave it out", (), "h11_max_header_count"
+     " h11_max_incomplete_event_size"),
     ("an origin of cors_origin may use every method and header", None, "allowed_methods allowed_headers"
      " allow_credentials"),
     ("answers have the role assistant", ("assistant",), "response_role"),
@@ -263,9 +270,35 @@ def _parsed(value: str) -> Any:
 
 
 def _as_options(answer: str, known: Mapping[str, Any]) -> str:
-    """The answer with the names of this command's options as they are typed."""
+    """The answer with the names of this command's options as they are typed.
+
+    It also says where to give an argument for which only `nanovllm serve` has an option.
+    """
+    from nanovllm.cli import serve_options as serve
+
     options = {name: _FIELD.format(name) for name in _SAMPLING} | {
         p.name: p.opts[0] for p in known.values() if p.opts[0].startswith("--")
     }
+    records = serve.EngineOptions, *serve.OTHER_RECORDS
+    names = [f.name for record in records for f in fields(record)]
+    elsewhere = {name: f"--{name.replace('_', '-')}" for name in names if name not in options}
+    for named in (options, elsewhere):
+        if "kernels" in named:
+            named["kernel_priority"] = named["kernels"]
+    elsewhere |= {f"{name}=False": f"--no-{option[2:]}" for name, option in elsewhere.items()}
     options |= {f"{p.name}=False": p.secondary_opts[0] for p in known.values() if p.secondary_opts}
-    return re.sub(r"(?<=use )\w+(=False)?|\b\w+_\w+\b", lambda word: options.get(word[0], word[0]), answer)
+    lacking: list[str] = []
+
+    def typed(word: re.Match[str]) -> str:
+        if word[0] in elsewhere and word[0] not in options:
+            lacking.append(word[0])
+        return options.get(word[0]) or elsewhere.get(word[0]) or word[0]
+
+    answer = re.sub(r"(?<=use )\w+(=False)?|\b\w+_\w+\b|\bquantization(?==)", typed, answer)
+    answer = re.sub(r'--kernels=\{"(\w+)": \["(\w+)"\]\}', r'--kernels "\1=\2"', answer)
+    answer = re.sub(r"(--[\w-]+)=(\{.*?\})", r"\1 '\2'", answer)
+    answer = re.sub(r'(--[\w-]+)="(\w+)"( or )"(\w+)"', r"\1 \2\3\4", answer)
+    if lacking:
+        answer += f" (`nanovllm serve` has {' and '.join(elsewhere[name] for name in dict.fromkeys(lacking))}"
+        answer += ", and LLM in Python)" if {name.removesuffix("=False") for name in lacking} <= _of_serve() else ")"
+    return answer

@@ -34,6 +34,6 @@ MaxNumBatchedTokens = Annotated[
     int | None,
     typer.Option(
         parser=_number, metavar="N",
-        help="Most tokens in a step, such as 2048 or 2K; by default 16384 on a GPU (serve: 8192), 512 on a CPU.",
+        help="Most tokens in a step, such as 2048 or 2K; by default 8192 on a GPU, 512 on a CPU.",
     ),
 ]  # fmt: skip

@@ -19,12 +19,12 @@ from nanovllm.cli.serve_options import (
     LimitOptions,
     ModelOptions,
     ProcessOptions,
-    RayOptions,
     ReportOptions,
 )
+from nanovllm.cli.serve_ray_options import RayOptions
 from nanovllm.console import StatusLine, erased_line, working
 from nanovllm.log_format import JsonFormatter, say_as_log
-from nanovllm.weights.model_path import check_model_path
+from nanovllm.weights.model_path import check_model_path, path_of
 from nanovllm.wording import counted
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def serve(
     path, names = model.located()
     if ray.ray_address is None:  # else only the machines of that cluster need have it
         check_model_path(path)
+        _check_name(model, engine.load_format)
     config = engine.config(path)
     _say_if_terminated(reports.log_json)
     try:
@@ -74,6 +75,18 @@ def serve(
         _run(config, options, listener, process, reports)
     else:
         _run_replicas(config, options, listener, ray, reports)
+
+
+def _check_name(model: ModelOptions, load_format: str) -> None:
+    """Raise a FileNotFoundError for a MODEL that was probably meant as a second name: `--served-model-name a b`."""
+    name = model.positional
+    if not name or not model.served_model_name or "/" in name or load_format == "dummy" or path_of(name).exists():
+        return
+    raise FileNotFoundError(
+        f"MODEL {name}: is no local directory, and a hub id has a slash; for several names write --served-model-name"
+        f" before each, or name the model first: nanovllm serve MODEL --served-model-name"
+        f" {' '.join(model.served_model_name)} {name}"
+    )
 
 
 def _check_options_of_replicas(process: ProcessOptions, limits: LimitOptions) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,10 +17,14 @@ from nanovllm.wording import brief
 
 if TYPE_CHECKING:
     from nanovllm.config import EngineConfig
-    from nanovllm.serve.ray_options import ReplicaOptions
 
 
 _MOST_API_SERVERS = 64
+_LOG_LEVEL = (
+    "debug, info, warning or error. With warning, the start and the rates are logged as well; --access-log works with"
+    " every level."
+)
+_BLOCK_SIZE = "Tokens in a block of the KV cache. Prompts share whole blocks alone: no beginning of fewer tokens."
 
 
 def _option(text: str, **others: Any) -> Any:
@@ -102,7 +106,11 @@ class EngineOptions:
         bool, _option("Quantise the activations of fp8 layers too, in steps of many tokens.")
     ] = True
     expand_small_weights: Annotated[
-        str, _option("auto: quantised weights of small layers are expanded on a GPU where that is faster; or off.")
+        str,
+        _option(
+            "auto: on a Hopper GPU quantised weights of small layers are expanded where that is faster, if this takes"
+            " at most 4 % of its memory; or off."
+        ),
     ] = "auto"
     cpu_activations: Annotated[str, _option("On a CPU: float32, or faster and less exact, int8 or bfloat16.")] = (
         "float32"
@@ -112,12 +120,13 @@ class EngineOptions:
     max_num_seqs: Annotated[int, _option("Most completions in a step.")] = 512
     max_num_batched_tokens: MaxNumBatchedTokens = None
     gpu_memory_utilization: Annotated[float, _option("The share of the GPU's memory to use.")] = 0.9
-    kvcache_block_size: Annotated[int, _option("Tokens in a block of the KV cache.")] = 256
+    kvcache_block_size: Annotated[int, _option(_BLOCK_SIZE)] = 256
     num_kvcache_blocks: Annotated[int | None, _option("Blocks of the KV cache; by default what fits.")] = None
     kv_cache_dtype: Annotated[str, _option("auto, or fp8 for half the memory.")] = "auto"
     enable_prefix_caching: Annotated[bool, _option("Reuse the KV cache of prompts that begin alike.")] = True
     enforce_eager: Annotated[bool, _option("Do not capture CUDA graphs.")] = False
     tensor_parallel_size: Annotated[int, _option("GPUs that share the model.")] = 1
+    rank_timeout: Annotated[float, _option("Seconds for which one GPU's process waits for the others.")] = 60.0
     hf_overrides: Annotated[
         str | None,
         _option(
@@ -145,12 +154,19 @@ class EngineOptions:
     kernel_plugin: Annotated[
         list[str] | None, _option("A Python file or module with kernels of your own; repeatable.", metavar="FILE")
     ] = None
+    kernels: Annotated[
+        str | None, _option('Providers of ops, as NANOVLLM_KERNELS has them: "attention_prefill=flash_attn".')
+    ] = None
 
     def config(self, model: str) -> EngineConfig:
         from nanovllm.config import EngineConfig
 
         arguments = vars(self) | {"model": model, "kernel_plugins": tuple(self.kernel_plugin or ())}
         del arguments["kernel_plugin"]
+        if (kernels := arguments.pop("kernels")) is not None:
+            from nanovllm.kernels.op.priority import priority_of_option
+
+            arguments["kernel_priority"] = priority_of_option(kernels)
         arguments["hf_overrides"] = json_object("--hf-overrides", self.hf_overrides, '{"rope_scaling": {...}}')
         arguments["override_generation_config"] = json_object(
             "--override-generation-config", self.override_generation_config, '{"temperature": 0.6}'
@@ -293,40 +309,12 @@ class ReportOptions:
         bool, typer.Option("--disable-log-stats", help="No line with rates and the queue every 10 s of work.")
     ] = False
     log_json: Annotated[bool, _option("Write logs as JSON.")] = False
-    log_level: Annotated[str, _option("debug, info, warning or error.")] = "warning"
+    log_level: Annotated[str, _option(_LOG_LEVEL)] = "warning"
 
     def __post_init__(self) -> None:
         if self.log_level.lower() not in ("debug", "info", "warning", "error"):
             raise ValueError(f"--log-level {self.log_level}: must be debug, info, warning or error")
 
 
-@dataclass(frozen=True)
-class RayOptions:
-    """Replicas on Ray."""
-
-    replicas: Annotated[int | None, _option("Copies of the server behind this address, each with GPUs of its own.")] = (
-        None
-    )
-    max_replicas: Annotated[int | None, _option("While requests wait, Ray adds replicas up to this number.")] = None
-    upscale_delay: Annotated[float, _option("Seconds of waiting requests before a replica is added.")] = 10.0
-    downscale_delay: Annotated[float, _option("Seconds before a replica that is not needed is removed.")] = 600.0
-    routing: Annotated[
-        str, _option("prefix: to a replica that has the prompt's beginning. balanced: to the less busy of two.")
-    ] = "prefix"
-    ray_address: Annotated[
-        str | None, _option("The Ray cluster, or auto for this machine's; by default a new one.")
-    ] = None
-
-    def __post_init__(self) -> None:
-        if self.replicas is None:
-            given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-            if given:
-                raise ValueError(f"--{given[0].replace('_', '-')} needs --replicas")
-
-    def replica_options(self, reports: ReportOptions) -> ReplicaOptions:
-        """Raises: ValueError: an option is out of range."""
-        from nanovllm.serve.ray_options import ReplicaOptions
-
-        given = vars(self) | vars(reports)
-        del given["ray_address"], given["metrics_prefix"], given["disable_log_stats"]
-        return ReplicaOptions(**given)
+OTHER_RECORDS = ModelOptions, ProcessOptions, LimitOptions, AccessOptions, ChatOptions, ReportOptions
+"""Options that are no arguments of `LLM`."""

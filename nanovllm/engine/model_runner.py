@@ -87,7 +87,7 @@ class ModelRunner:
             self.fast = FastPaths(config, kernels, self.model, device)
             num_blocks = num_kvcache_blocks(config, self.model, self.sampler, limits)
             self.num_kvcache_blocks = group.smallest(num_blocks, device)
-            timer.end("memory", "measured")
+            timer.end(*(("memory", "measured") if on_gpu else ("KV cache", "sized")))
             self.limits = within_blocks(limits, self.num_kvcache_blocks)
             caches = kv_cache.allocate(
                 checkpoint.config, self.num_kvcache_blocks, limits.block_size, limits.cache_dtype, device,

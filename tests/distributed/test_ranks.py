@@ -102,7 +102,7 @@ def test_requests_aborts_interrupts_and_the_end_of_a_rank(directory, monkeypatch
     with caplog.at_level(logging.INFO, "nanovllm"):
         llm = make(directory, async_scheduling=True, fast_policy=FastPolicy(mask_thread=True))
     for said in (caplog.text, capfd.readouterr().err):  # every rank says how far its start is
-        assert "weights loaded in " in said and "memory measured in " in said, said
+        assert "weights loaded in " in said and "KV cache sized in " in said, said
     pids = llm.engine.ranks.pids
     assert conversation(llm) == want and exist(pids) == pids
 

@@ -12,10 +12,10 @@ from nanovllm.config import Config, EngineConfig
 from nanovllm.foreign_arguments import (
     CALL_ARGUMENTS,
     ENGINE_ARGUMENTS,
-    NAMES,
     SAMPLING_ARGUMENTS,
     STRUCTURED_OUTPUT_ARGUMENTS,
 )
+from nanovllm.foreign_names import NAMES
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from tests.llm.small_llm import (
     GREEDY,
@@ -91,7 +91,7 @@ def test_no_code_of_a_checkpoint_is_run_though_it_is_trusted(tmp_path):
         (dict(task="embed"), "task='embed': the engine generates text"),
         (dict(block_size=16), "block_size=16: use kvcache_block_size"),
         (dict(torch_dtype="auto"), "torch_dtype='auto': use dtype"),
-        (dict(moe_backend="triton"), "moe_backend='triton': kernels are chosen by kernel_priority"),
+        (dict(moe_backend="triton"), "moe_backend='triton': kernels are chosen for each op; use kernel_pr"),
         (dict(mamba_cache_dtype="float32"), "mamba_cache_dtype='float32': models with state-space layers"),
         (dict(data_parallel_rank=2), "data_parallel_rank=2: copies of a model are engines of their own; start one"),
         (dict(data_parallel_size=2), "data_parallel_size=2: copies of a model are engines of their own; start one"),
