@@ -92,10 +92,10 @@ class FastPaths:
         self.buckets = DecodeBuckets(
             paged.max_num_seqs,
             paged.max_model_len,
-            attention_time_follows_bound(self._kernels),
-            policy.min_shared_rows if enabled.prefix_groups else None,
-            self.piggyback,
-            paged.model.form_changes,
+            by_context=attention_time_follows_bound(self._kernels),
+            min_shared_rows=policy.min_shared_rows if enabled.prefix_groups else None,
+            piggyback=self.piggyback,
+            form_changes=paged.model.form_changes,
         )
         if enabled.device_state:
             masks = ThreadedMaskBuilder(paged.device, paged.max_num_seqs, policy.mask_gate or stream_gate)
@@ -108,8 +108,8 @@ class FastPaths:
                 self.buckets if enabled.decode_padding else None,
                 samples_in_graphs(self._kernels) if policy.capture_sampling is None else policy.capture_sampling,
                 self.piggyback,
-                enabled.mask_thread,
-                self._kernels.provider("apply_token_bitmask").capturable,
+                mask_thread=enabled.mask_thread,
+                capture_masks=self._kernels.provider("apply_token_bitmask").capturable,
             )
         if enabled.prefill_padding:
             flops = 2 * self._num_layer_weights * limits.max_num_batched_tokens

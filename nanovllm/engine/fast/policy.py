@@ -157,11 +157,10 @@ def enabled_paths(
         prefix_caching: whether sequences may share blocks.
     """
     on_gpu = device.type == "cuda"
-    # NANOVLLM_CHECK=1 looks at values, which a captured graph cannot.
-    values_looked_at = on_gpu and values_checked(device)
     has_backend = on_gpu or policy.graph_backend is not None
-    captures = policy.cuda_graphs and policy.padding is not False and not values_looked_at and has_backend
-    captures = captures and can_capture(kernels)
+    # NANOVLLM_CHECK=1 looks at values, which a captured graph cannot.
+    allowed = policy.cuda_graphs and not (on_gpu and values_checked(device))
+    captures = allowed and has_backend and policy.padding is not False and can_capture(kernels)
     decode_graphs = captures and policy.device_state
     prefill_graphs = captures and policy.prefill_graphs is not False
     if prefill_graphs:
@@ -170,7 +169,8 @@ def enabled_paths(
     decode_padding = prefill_padding = policy.padding
     if policy.padding is None:
         decode_padding = on_gpu
-        prefill_padding = policy.prefill_graphs and (not on_gpu or not policy.cuda_graphs or values_looked_at)
+        # Padding without graphs only costs time, so `prefill_graphs=True` has to ask for it.
+        prefill_padding = policy.prefill_graphs and not (on_gpu and allowed)
     return EnabledPaths(
         device_state=policy.device_state,
         decode_graphs=decode_graphs,
@@ -196,10 +196,8 @@ def _piggybacks(policy: FastPolicy, kernels: Kernels, decode_graphs: bool, layer
                 " be captured"
             )
         return False
-    worth_it = (
-        decode_graphs and not attention_time_follows_bound(kernels) and layer_bytes >= policy.piggyback.min_layer_bytes
-    )
-    return bool(wanted) or worth_it
+    large_layers = layer_bytes >= policy.piggyback.min_layer_bytes
+    return bool(wanted) or (decode_graphs and large_layers and not attention_time_follows_bound(kernels))
 
 
 def attention_time_follows_bound(kernels: Kernels) -> bool:
