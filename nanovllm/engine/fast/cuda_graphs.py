@@ -201,7 +201,7 @@ class DecodeGraphs:
         return graph is not None
 
     def apply_masks(self, num_masks: int, launch: Callable[[], object]) -> None:
-        """Apply `num_masks` masks to the static logits. launch: does this, with the same tensors in every call."""
+        """Apply `num_masks` masks to the static logits. launch: does this, on the same memory in every call."""
         graph = self._mask_graphs.get(num_masks)
         if graph is None:
             launch()  # it may compile a kernel, and what is done twice changes nothing
