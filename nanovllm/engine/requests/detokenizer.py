@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 _REPLACEMENT = "\ufffd"  # what a tokenizer decodes an incomplete UTF-8 sequence to
 _MOST_HELD = 16
 """Most tokens that are kept back for an incomplete character, where the tokens' bytes are not known. A character has at
 most four bytes; tokens without a text may lie between them."""
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+_ToBytes = Callable[[str], bytes]
 
 
 class TextDecoder:
@@ -31,20 +35,19 @@ class TextDecoder:
         self._special = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
         self._bytes: dict[int, bytes] = {}
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        found = None if backend is None else _byte_decoder(backend.decoder)
-        self._to_bytes: Callable[[str], bytes] | None = found[0] if found else None
-        self._num_stripped = found[1] if found else 0
+        self._to_bytes, self._num_stripped = _byte_decoder(getattr(backend, "decoder", None))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of token ids, exactly as they stand: no clean-up of spaces before punctuation."""
         if self._to_bytes is not None:
-            of = self.bytes_of
-            text = b"".join([of(token, skip_special_tokens) for token in token_ids]).decode(errors="replace")
-            stripped = text.lstrip(" ")
-            return text[min(self._num_stripped, len(text) - len(stripped)) :]
+            bytes_of = self.bytes_of
+            text = b"".join([bytes_of(token, skip_special_tokens) for token in token_ids]).decode(errors="replace")
+            num_spaces = len(text) - len(text.lstrip(" "))
+            return text[min(num_spaces, self._num_stripped) :]
         text = self.decode_whole(token_ids, skip_special_tokens)
         if _REPLACEMENT not in text:
             return text
+        # Bytes that are no character: a stream may replace others of them than the tokenizer does.
         pieces = self.pieces(skip_special_tokens)
         return "".join([pieces.push(token) for token in token_ids]) + pieces.finish()
 
@@ -135,21 +138,19 @@ class Detokenizer:
     def _extend(self, piece: str) -> str | None:
         if not piece:
             return None
-        searched = len(self.text)
+        num_searched = len(self.text)
         self.text += piece
         if self._num_tokens <= self._min_tokens:
             return None
         # The earliest occurrence that the new piece completed; among equals the first in the user's order.
-        best: tuple[int, str] | None = None
+        found, found_at = None, len(self.text)
         for stop in self._stop:
-            at = self.text.find(stop, max(0, searched - len(stop) + 1))
-            if at >= 0 and (best is None or at < best[0]):
-                best = at, stop
-        if best is None:
-            return None
-        at, stop = best
-        self.text = self.text[: at + len(stop)] if self._include_stop else self.text[:at]
-        return stop
+            at = self.text.find(stop, max(0, num_searched - len(stop) + 1))
+            if 0 <= at < found_at:
+                found, found_at = stop, at
+        if found is not None:
+            self.text = self.text[: found_at + len(found) if self._include_stop else found_at]
+        return found
 
 
 class _BytePieces:
@@ -172,10 +173,12 @@ class _BytePieces:
     def begins_after(self, token_id: int) -> int:
         """How many characters stand between those that were given out and the one in which a next token begins.
 
-        It is 1 if the token shows that the bytes that are kept back are no character, else 0.
+        It is 1 if the token shows that the bytes that are kept back are no character, else 0. Two bytes of a character
+        of three and its last byte are 1 character; these two bytes and an "a" are 2, U+FFFD and "a".
         """
-        kept, first = self._utf8.getstate()[0], self._bytes_of(token_id, self._skip_special_tokens)[:1]
-        return max(0, len((kept + first).decode(errors="replace")) - 1)
+        kept = self._utf8.getstate()[0]
+        first_byte = self._bytes_of(token_id, self._skip_special_tokens)[:1]
+        return max(0, len((kept + first_byte).decode(errors="replace")) - 1)
 
     def finish(self) -> str:
         return self._strip(self._utf8.decode(b"", final=True))
@@ -192,7 +195,7 @@ class _BytePieces:
 
 class _DifferencePieces:
     """The pieces of any other tokenizer. A token's text can depend on its neighbours, such as a space, so a piece is
-    the difference between decoding a short run of tokens with and without the new ones."""
+    the difference between decoding a short run of tokens with and without the new ones, as in vLLM."""
 
     def __init__(self, decoder: TextDecoder, skip_special_tokens: bool) -> None:
         self._decode = lambda token_ids: decoder.decode_whole(token_ids, skip_special_tokens)
@@ -207,13 +210,13 @@ class _DifferencePieces:
             return ""
         self._token_ids.append(token_id)
         text = self._decode(self._token_ids)
-        full = len(self._token_ids) - self._num_read >= _MOST_HELD
+        holds_most = len(self._token_ids) - self._num_read >= _MOST_HELD
         if len(text) <= len(self._known):
-            if full:  # tokens without a text, but the first one of all may take a space from the next
+            if holds_most:  # tokens without a text, but the first one of all may take a space from the next
                 del self._token_ids[max(self._num_read, 1) :]
             return ""
-        if text.endswith(_REPLACEMENT) and not full:
-            return ""
+        if text.endswith(_REPLACEMENT) and not holds_most:
+            return ""  # it may be the beginning of a character
         piece = text[len(self._known) :]
         self._token_ids = self._token_ids[self._num_read :]
         self._num_read = len(self._token_ids)
@@ -228,46 +231,39 @@ class _DifferencePieces:
         return self._decode(self._token_ids)[len(self._known) :]
 
 
-def _byte_decoder(decoder: Any) -> tuple[Callable[[str], bytes], int] | None:
-    """(a token's bytes from its name, spaces to leave out at the text's beginning), or None for an unknown kind."""
+def _byte_decoder(decoder: Any) -> tuple[_ToBytes | None, int]:
+    """(what gives a token's bytes from its name, spaces to leave out at the text's beginning).
+
+    decoder: that of a `tokenizers.Tokenizer`, or None. For an unknown kind the result is (None, 0).
+    """
     if decoder is None:
-        return None
+        return None, 0
     state = json.loads(decoder.__getstate__())
     if state["type"] == "ByteLevel":
-        byte_of = _byte_level_alphabet()
-
-        def byte_level(token: str) -> bytes:
-            try:
-                return bytes([byte_of[character] for character in token])
-            except KeyError:  # an added token, which has its text as it is
-                return token.encode()
-
-        return byte_level, 0
+        return partial(_byte_level, _byte_level_alphabet()), 0
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
-    kinds = [step["type"] for step in steps]
-    start = kinds.index("ByteFallback") if "ByteFallback" in kinds else 0
-    replaced = [(step.get("pattern", {}).get("String"), step.get("content")) for step in steps[:start]]
-    strip = steps[start + 2 :]
-    if (
-        kinds[start : start + 2] != ["ByteFallback", "Fuse"]
-        or set(kinds[:start]) - {"Replace"}
-        or any(old is None for old, _ in replaced)
-        or [step["type"] for step in strip] not in ([], ["Strip"])
-        or any(step["content"] != " " or step["stop"] for step in strip)
-    ):
-        return None
+    if not re.fullmatch("(Replace )*ByteFallback Fuse( Strip)?", " ".join(step["type"] for step in steps)):
+        return None, 0
+    replaced = [(step["pattern"].get("String"), step["content"]) for step in steps if step["type"] == "Replace"]
+    strips = [step for step in steps if step["type"] == "Strip"]
+    has_patterns = any(old is None for old, _ in replaced)  # regular expressions in place of strings
+    if has_patterns or any(step["content"] != " " or step["stop"] for step in strips):
+        return None, 0
+    return partial(_byte_fallback, replaced), sum(step["start"] for step in strips)
 
-    def byte_fallback(token: str) -> bytes:
-        for old, new in replaced:
-            token = token.replace(old, new)
-        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-            try:
-                return bytes.fromhex(token[3:5])
-            except ValueError:
-                pass
+
+def _byte_level(byte_of: dict[str, int], token: str) -> bytes:
+    try:
+        return bytes([byte_of[character] for character in token])
+    except KeyError:  # an added token, which has its text as it is
         return token.encode()
 
-    return byte_fallback, sum(step["start"] for step in strip)
+
+def _byte_fallback(replaced: list[tuple[str, str]], token: str) -> bytes:
+    for old, new in replaced:
+        token = token.replace(old, new)
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes.fromhex(byte[1]) if byte else token.encode()
 
 
 def _byte_level_alphabet() -> dict[str, int]:

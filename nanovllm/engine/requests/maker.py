@@ -143,7 +143,8 @@ class RequestMaker:
         most = self._max_logprobs
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(params, name)
-            if count is not None and 0 <= most < (self._vocab_size if count == -1 else count):
+            number = self._vocab_size if count == -1 else count or 0
+            if 0 <= most < number:
                 other = f", or pass max_logprobs={count} to LLM" if count <= self._vocab_size else ""
                 lower = f"ask for {most}" if count == -1 else "lower it"
                 raise ValueError(

@@ -51,24 +51,10 @@ class PromptReader:
         Raises:
             ValueError, TypeError: the prompt cannot be served.
         """
-        salt = text = None
+        salt = None
         if isinstance(prompt, Mapping):
-            for key in sorted(map(str, prompt.keys() - _KEYS)):
-                if key in CALL_ARGUMENTS:
-                    raise ValueError(
-                        f'{name}: a prompt dict has "prompt" or "prompt_token_ids", not "{key}":'
-                        f" {CALL_ARGUMENTS[key].answer}"
-                    )
-            if not prompt or set(prompt) - _KEYS or not set(prompt) - {"cache_salt"}:
-                raise ValueError(
-                    f'{name}={brief(prompt)}: a prompt dict has "prompt" or "prompt_token_ids", and maybe "cache_salt",'
-                    f" not {sorted(map(str, prompt))}"
-                )
+            _check_dict(prompt, name)
             text, salt = prompt.get("prompt"), prompt.get("cache_salt")
-            if "cache_salt" in prompt and not (isinstance(salt, str) and salt):
-                raise ValueError(
-                    f"{name}: cache_salt={brief(salt)}: must be a string that is not empty; or leave it out"
-                )
             if "prompt_token_ids" in prompt:
                 return CheckedPrompt(text, self._token_ids(prompt["prompt_token_ids"], name), salt)
             prompt = text
@@ -159,3 +145,21 @@ class PromptReader:
         self._check_length(len(token_ids))
         self.check_ids(token_ids)
         return token_ids
+
+
+def _check_dict(prompt: Mapping[str, Any], name: str) -> None:
+    """Raise a ValueError for a prompt dict with other keys than `PromptReader.read` takes, or with an empty salt."""
+    unknown = sorted(map(str, prompt.keys() - _KEYS))
+    for key in unknown:
+        if key in CALL_ARGUMENTS:
+            raise ValueError(
+                f'{name}: a prompt dict has "prompt" or "prompt_token_ids", not "{key}": {CALL_ARGUMENTS[key].answer}'
+            )
+    if unknown or not ("prompt" in prompt or "prompt_token_ids" in prompt):
+        raise ValueError(
+            f'{name}={brief(prompt)}: a prompt dict has "prompt" or "prompt_token_ids", and maybe "cache_salt",'
+            f" not {sorted(map(str, prompt))}"
+        )
+    salt = prompt.get("cache_salt")
+    if "cache_salt" in prompt and not (isinstance(salt, str) and salt):
+        raise ValueError(f"{name}: cache_salt={brief(salt)}: must be a string that is not empty; or leave it out")
