@@ -64,18 +64,19 @@ class ModelRunner:
         with on_device(device):
             limits = StepLimits.of(config, checkpoint.config, self.dtype, device)
         on_gpu = device.type == "cuda"
-        reason = why_not_packed(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
-        if reason:
-            report_op_by_op(reason, config, checkpoint, device)
+        why_op_by_op = why_not_packed(checkpoint.config, kernels, self.dtype, limits.cache_dtype, group.size)
+        if why_op_by_op:
+            report_op_by_op(why_op_by_op, config, checkpoint, device)
         warn_of_interpreter(kernels, checkpoint.config, device)
         timer = StartTimer()
         loading_stage("making random weights" if checkpoint.format == "dummy" else "reading weights", self.device_name)
         with torch.inference_mode(), on_device(device), collector_off(gc.collect) if on_gpu else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
-                packed=None if reason else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
+                packed=None if why_op_by_op else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
             )  # fmt: skip
-            if reason and (plan := FastPaths.expansion(config, kernels, self.dtype, device)) is not None:
+            plan = FastPaths.expansion(config, kernels, self.dtype, device) if why_op_by_op else None
+            if plan is not None:
                 expand_layers(self.model, plan, partial(group.smallest, device=device))
             timer.end("weights", "loaded")
             group.barrier(f"the weights are loaded for {kernels.providers}")
