@@ -15,10 +15,10 @@ from nanovllm.layers.attention import AttentionMetadata, SharedPrefixes
 
 
 class PromptRows(NamedTuple):
-    """The rows of logits that give the log-probabilities of prompt tokens, in a part that computes some of the prompt.
+    """The rows of logits that give the log-probabilities of a prompt's tokens.
 
-    The row of a token gives the log-probabilities of the next one. Of a prompt of 5 tokens in one part, 4 rows give
-    those of tokens 1 to 4; from the fifth row a token is sampled.
+    A token's row is about the next token: of a prompt of 5 in one part, 4 rows are about tokens 1 to 4, and from the
+    fifth row a token is sampled.
     """
 
     part: ScheduledSequence
@@ -184,6 +184,23 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     pinned = torch.empty_like(tensor, pin_memory=True)
     pinned.numpy()[...] = array
     return pinned.to(device, non_blocking=True)
+
+
+def to_device_together(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """As `to_device` of each array (int64, int32 or float32), but in one copy: the tensors are views of one buffer."""
+    pin = device.type == "cuda"
+    num_words = [-(-array.nbytes // 8) for array in arrays]  # of 8 bytes, so that each array is aligned
+    buffer = torch.empty(sum(num_words), dtype=torch.int64, pin_memory=pin)
+    host, start = buffer.numpy(), 0
+    for array, n in zip(arrays, num_words):
+        host[start : start + n].view(array.dtype)[: array.size] = array.reshape(-1)
+        start += n
+    tensors = list(buffer.to(device, non_blocking=pin).split(num_words))
+    for i, array in enumerate(arrays):
+        if array.dtype != np.int64:
+            tensors[i] = tensors[i].view(torch.int32 if array.dtype == np.int32 else torch.float32)[: array.size]
+        tensors[i] = tensors[i].view(array.shape)
+    return tensors
 
 
 def resolve_tokens(token_ids: torch.Tensor, last_tokens: torch.Tensor) -> torch.Tensor:

@@ -69,10 +69,7 @@ class BlockManager:
         return self.blocks_needed(num_tokens) - len(prefix) <= len(self._free) - revived
 
     def admit(self, seq: Sequence, prefix: list[int], num_tokens: int) -> None:
-        """Give a waiting sequence `prefix` (from `match_prefix`) and new blocks, for `num_tokens` tokens in all.
-
-        The caller has seen that they fit (`fits`).
-        """
+        """Give a waiting sequence `prefix` (from `match_prefix`) and new blocks, for `num_tokens` tokens that fit."""
         assert not seq.block_table
         for block in prefix:
             if self._ref_counts[block] == 0:

@@ -26,9 +26,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.constraint import TokenConstraint
 from nanovllm.structured.constraint_maker import ConstraintMaker
 from nanovllm.weights.bare_tokenizer import whole_tokenizer
-from nanovllm.weights.checkpoint import Checkpoint, locate
+from nanovllm.weights.checkpoint import locate
+from nanovllm.weights.checkpoint_tokenizer import checkpoint_eos_token_ids, checkpoint_tokenizer
 from nanovllm.weights.sampling_defaults import sampling_defaults
-from nanovllm.weights.tokenizer import eos_token_ids, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -68,12 +68,9 @@ class LLMEngine:
         custom = custom_kernels_wanted(config, checkpoint.config)
         self.kernels = resolve_kernels(device, custom, config.kernel_priority, config.kernel_plugins)
         logger.info("kernels: %s", self.kernels.summary())
-        self.tokenizer = _load_tokenizer(config, checkpoint)
+        self.tokenizer = checkpoint_tokenizer(config, checkpoint)
+        self.eos_token_ids = checkpoint_eos_token_ids(checkpoint, self.tokenizer)
         self.sampling_defaults = sampling_defaults(config, checkpoint)
-        path = checkpoint.path
-        ends = eos_token_ids(path if path and path.is_dir() else checkpoint.config.raw, self.tokenizer)
-        # A tokenizer may know more tokens than the model has logits for, and some files say -1 for none.
-        self.eos_token_ids = tuple(token for token in ends if 0 <= token < checkpoint.config.vocab_size)
         self.runner = self.ranks.make_on_all(lambda: make_runner(config, checkpoint, device, self.kernels))
         self.scheduler = Scheduler(
             BlockManager(self.runner.num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching),
@@ -85,7 +82,9 @@ class LLMEngine:
             self.runner.fast.reserve_tokens_ahead,
         )
         asynchronous = config.async_scheduling
-        self._steps_ahead = int(self.runner.device.type == "cuda" if asynchronous is None else asynchronous)
+        if asynchronous is None:
+            asynchronous = self.runner.device.type == "cuda"
+        self._steps_ahead = 1 if asynchronous else 0
         self.maker = RequestMaker(
             self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len, config.max_logprobs, config.seed,
             ConstraintMaker(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids),
@@ -322,18 +321,3 @@ class LLMEngine:
         assert set(self._completions) == sequences, "requests and scheduler disagree about what is unfinished"
         blocks = self.scheduler.blocks
         assert sequences or blocks.num_free_blocks == blocks.num_blocks, "blocks are lost"
-
-
-def _load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Any:
-    """The transformers tokenizer; None if none is wanted, or dummy weights have none."""
-    source = config.tokenizer or checkpoint.path
-    if config.skip_tokenizer_init or source is None:
-        return None
-    tokenizer = load_tokenizer(source)
-    if tokenizer is None and (checkpoint.format != "dummy" or config.tokenizer):
-        raise ValueError(
-            f"{source} holds no tokenizer; copy tokenizer.json and tokenizer_config.json into it, or pass a directory"
-            " that has them (LLM(tokenizer=...), nanovllm serve --tokenizer); LLM(skip_tokenizer_init=True) takes token"
-            " ids"
-        )
-    return tokenizer

@@ -32,7 +32,8 @@ class LogitRules:
         self._words = [word for word in words if len(word) > 1]
 
     def changes(self, token_ids: Sequence[int], prompt_len: int, last_is_unknown: bool) -> Iterator[LogitChange]:
-        """What changes for the token after these.
+        """What changes for the token after these. The bad word [5, 6, 7] bans token 7 after tokens 5 and 6. If the host
+        knows the 5 alone, the ban of 7 says that it applies after 6.
 
         Args:
             token_ids: the sequence's tokens, prompt included, as far as the host knows them.

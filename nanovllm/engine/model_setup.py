@@ -52,10 +52,8 @@ def select_dtype(name: str, checkpoint: Checkpoint, device: torch.device) -> tor
 
 def custom_kernels_wanted(config: EngineConfig, model: ModelConfig) -> bool:
     """The argument wins over the model's config.json; the default is on."""
-    for choice in (config.use_custom_kernels, model.use_custom_kernels):
-        if choice is not None:
-            return choice
-    return True
+    choice = model.use_custom_kernels if config.use_custom_kernels is None else config.use_custom_kernels
+    return True if choice is None else choice
 
 
 def report_op_by_op(reason: str, config: EngineConfig, checkpoint: Checkpoint, device: torch.device) -> None:
@@ -105,16 +103,18 @@ class StepLimits:
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
         """The limits that the arguments ask for, lowered to those of the model. dtype: of the model."""
-        longest, is_auto = model.max_position_embeddings, config.max_model_len == AUTO
         cache_dtype = kv_cache.cache_dtype(config.kv_cache_dtype, dtype)
-        if not is_auto:
-            longest = _bounded_len(int(config.max_model_len), longest, "the model's limit")
-        else:
+        is_auto = config.max_model_len == AUTO
+        if is_auto:
+            longest = model.max_position_embeddings
             if model.rope.is_long(longest):  # longer sequences would change the frequencies of short ones, too
+                logger.info(
+                    "LongRoPE: max_model_len is the original training's; pass up to %d for long contexts", longest
+                )
                 longest = model.rope.original_length
-                logger.info("LongRoPE: max_model_len is the original training's; pass up to %d for long contexts",
-                            model.max_position_embeddings)  # fmt: skip
             longest = min(longest, _most_cached(config, model, cache_dtype, device))
+        else:
+            longest = _bounded_len(int(config.max_model_len), model.max_position_embeddings, "the model's limit")
         if model.rope.is_long(longest):
             original = model.rope.original_length
             logger.info(

@@ -10,13 +10,10 @@ T = TypeVar("T")
 
 
 class ReentrancyGuard:
-    """Runs one function at a time. To call a second one meanwhile, in whatever thread, is an error.
+    """Runs one function at a time; to call a second one meanwhile, in whatever thread, is an error.
 
-    It is not a lock: an interrupt on leaving `with lock:` would leave the lock locked. Here each call appends an object
-    of its own to a deque, which is atomic, and may run if it is the first in there.
-
-    Args:
-        error: the message of that error.
+    Each call appends an object to a deque, which is atomic, and may run if that is the first. A lock would not do:
+    an interrupt on leaving `with lock:` would leave it locked.
     """
 
     def __init__(self, error: str) -> None:
@@ -24,7 +21,6 @@ class ReentrancyGuard:
         self._calls: deque[object] = deque()
 
     def run(self, function: Callable[[], T]) -> T:
-        """What the function returns."""
         call = object()
         try:
             try:

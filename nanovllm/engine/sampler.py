@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.engine.batch import to_device_together
 from nanovllm.engine.logit_rules import LogitChange
 from nanovllm.engine.logprobs import LogprobsTensors, compute_logprobs
 from nanovllm.engine.sequence import Sequence as TokenSequence
@@ -88,42 +89,6 @@ class LogitChanges(NamedTuple):
     """On the host: whether any change depends on the last token."""
 
 
-class _SamplingBuffer(NamedTuple):
-    """The metadata of R rows and their C changes: views of one int64 buffer, so that one copy takes all to the device.
-
-    They are NumPy arrays on the host, tensors on the device. Two numbers of 32 bits share a word of the buffer.
-    """
-
-    draws: Any
-    """[3, R] int64; this and the next two are as in `PackedSampling`."""
-    floats: Any
-    """[6, R] float32"""
-    top_k: Any
-    """[R] int32"""
-    changes: Any
-    """[3, C] int64: row, token id and `LogitChange.after`"""
-    values: Any
-    """[C] float32"""
-
-    @staticmethod
-    def num_words(num_rows: int, num_changes: int) -> int:
-        return 6 * num_rows + -(-num_rows // 2) + 3 * num_changes + -(-num_changes // 2)
-
-    @classmethod
-    def of(cls, buffer: Any, num_rows: int, num_changes: int) -> _SamplingBuffer:
-        float32, int32 = (torch.float32, torch.int32) if isinstance(buffer, torch.Tensor) else (np.float32, np.int32)
-        floats_at, top_k_at = 3 * num_rows, 6 * num_rows
-        changes_at = top_k_at + -(-num_rows // 2)
-        values_at = changes_at + 3 * num_changes
-        return cls(
-            buffer[:floats_at].reshape(3, num_rows),
-            buffer[floats_at:top_k_at].view(float32).reshape(6, num_rows),
-            buffer[top_k_at:changes_at].view(int32)[:num_rows],
-            buffer[changes_at:values_at].reshape(3, num_changes),
-            buffer[values_at:].view(float32)[:num_changes],
-        )
-
-
 @dataclass(frozen=True)
 class SamplingMetadata:
     """Device tensors, one entry for each of the R rows that sample in a step. None: no row needs it."""
@@ -152,37 +117,28 @@ class SamplingMetadata:
 
     @classmethod
     def build(cls, rows: Sequence[SamplingRow], device: torch.device | str) -> SamplingMetadata:
-        """Everything in one buffer and one copy to the device; on CUDA from pinned memory, without waiting for it."""
-        pin = torch.device(device).type == "cuda"
-        changes = [(i, change) for i, row in enumerate(rows) for change in row.changes]
-        size = len(rows), len(changes)
-        buffer = torch.empty(_SamplingBuffer.num_words(*size), dtype=torch.int64, pin_memory=pin)
-        host = _SamplingBuffer.of(buffer.numpy(), *size)
-        host.draws[:], host.floats[:], host.top_k[:] = PackedSampling.of(rows)
-        if changes:
-            host.changes[:] = np.array([(i, c.token_id, c.after) for i, c in changes], np.int64).T
-            host.values[:] = [c.value for _, c in changes]
-
-        sent = _SamplingBuffer.of(buffer.to(device, non_blocking=pin), *size)
+        """Everything in one copy to the device; on CUDA from pinned memory, without waiting for it."""
         params = [row.params for row in rows]
-        seeds, positions, seq_slots = sent.draws
-        penalties = sent_changes = None
-        if any(p.uses_penalties for p in params):
-            penalties = sent.floats[3], sent.floats[4], sent.floats[5]
+        changes = [(i, change) for i, row in enumerate(rows) for change in row.changes]
+        arrays = [*PackedSampling.of(rows)]
         if changes:
-            changed_rows, token_ids, after = sent.changes
-            conditional = any(c.after >= 0 for _, c in changes)
-            sent_changes = LogitChanges(changed_rows, token_ids, after, sent.values, conditional)
+            arrays.append(np.array([(i, c.token_id, c.after) for i, c in changes], np.int64).T)
+            arrays.append(np.array([c.value for _, c in changes], np.float32))
+        draws, floats, top_k, *changed = to_device_together(arrays, torch.device(device))
+        sent_changes = None
+        if changes:
+            where, values = changed
+            sent_changes = LogitChanges(where[0], where[1], where[2], values, any(c.after >= 0 for _, c in changes))
         wanted = [p.logprobs for p in params if p.logprobs is not None]
         return cls(
-            temperature=sent.floats[0],
-            top_k=sent.top_k if any(p.uses_filters and p.top_k > 0 for p in params) else None,
-            top_p=sent.floats[1] if any(p.uses_filters and p.top_p < 1 for p in params) else None,
-            min_p=sent.floats[2] if any(p.uses_filters and p.min_p > 0 for p in params) else None,
-            seeds=seeds,
-            positions=positions,
-            seq_slots=seq_slots,
-            penalties=penalties,
+            temperature=floats[0],
+            top_k=top_k if any(p.uses_filters and p.top_k > 0 for p in params) else None,
+            top_p=floats[1] if any(p.uses_filters and p.top_p < 1 for p in params) else None,
+            min_p=floats[2] if any(p.uses_filters and p.min_p > 0 for p in params) else None,
+            seeds=draws[0],
+            positions=draws[1],
+            seq_slots=draws[2],
+            penalties=(floats[3], floats[4], floats[5]) if any(p.uses_penalties for p in params) else None,
             changes=sent_changes,
             all_greedy=all(p.greedy for p in params),
             max_logprobs=max(wanted, default=None),

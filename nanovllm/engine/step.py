@@ -30,7 +30,7 @@ class StepBudget:
     num_tokens: int
     """Tokens, of decodes and of prompts."""
     full_speed: bool = True
-    """Whether a prompt may take all of them. False: prompts are piggybacked on the decodes, within the next limits."""
+    """Whether a prompt may take all of them. False: prompts are piggybacked, within the two limits below."""
     num_piggybacked: int = 0
     """Tokens of piggybacked prompts."""
     num_pieces: int = 0
@@ -39,8 +39,8 @@ class StepBudget:
     def tokens_for(self, missing: int) -> int:
         """How many tokens the step takes of a sequence that has `missing` tokens to compute.
 
-        A prompt that is piggybacked leaves its last token to a later step, where it is a decode. So of a prompt of 50
-        tokens, 49 are taken if 60 can still be piggybacked, and 20 if 20 can.
+        A piggybacked prompt leaves its last token to a later step, where it is a decode. Of 50 tokens 49 are taken if
+        60 can still be piggybacked, and 20 if 20 can.
         """
         if self.full_speed or missing == 1:
             return min(missing, self.num_tokens)
