@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens
+from nanovllm.engine.batch import Batch, DeviceBatch, resolve_tokens, to_device_together
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledSequence
 from nanovllm.sampling_params import SamplingParams
+from tests.devices import DEVICES
 from tests.engine.simulation import Device, Simulation, random_load
 
 
@@ -104,6 +105,19 @@ class BatchDevice(Device):
                 assert n == min(positions.stop, part.seq.prompt_len - 1) - part.start
         assert not sampled_from and row == batch.num_tokens == step.num_tokens
         return super().execute(step)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_arrays_of_odd_lengths_and_transposed_ones_arrive_together(device):
+    arrays = [
+        np.arange(6, dtype=np.int64).reshape(2, 3).T, np.array([1, -2, 2**31 - 1], np.int32), np.zeros(0, np.int32),
+        np.array([[0.5], [-1.5], [np.inf]], np.float32), np.array([-(2**62)], np.int64),
+    ]  # fmt: skip
+    tensors = to_device_together(arrays, torch.device(device))
+    for array, tensor in zip(arrays, tensors):
+        assert (tensor.device.type, tuple(tensor.shape)) == (device, array.shape)
+        assert tensor.dtype == torch.from_numpy(array).dtype and np.array_equal(tensor.cpu().numpy(), array)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
 @pytest.mark.parametrize("seed", range(40))
