@@ -19,6 +19,7 @@ from nanovllm.cli import app
 from nanovllm.cli.option_records import takes_records
 from nanovllm.cli.serve_options import (
     AccessOptions,
+    ChatOptions,
     EngineOptions,
     LimitOptions,
     ModelOptions,
@@ -103,8 +104,23 @@ assert "torch" not in sys.modules
 def test_defaults_are_those_of_the_engine_and_the_server():
     assert EngineOptions().config("m") == EngineConfig("m", max_model_len="auto")  # as vLLM's server
     server = {f.name: f.default for f in fields(ServeOptions)}
-    same = [f for record in (LimitOptions, ReportOptions) for f in fields(record) if f.name in server]
+    same = [f for record in (LimitOptions, ReportOptions, ChatOptions) for f in fields(record) if f.name in server]
     assert len(same) > 7 and {f.name: f.default for f in same} == {f.name: server[f.name] for f in same}
+
+
+def test_options_reach_the_server(tmp_path, monkeypatch):
+    tiny.save_with_tokenizer(tmp_path)
+    started = []
+    monkeypatch.setattr("nanovllm.serve.server.run", lambda server, *_: started.append(server.service))
+    line = f"serve {tmp_path} --port 0 --in-process --num-kvcache-blocks 4"
+    given = "--enable-force-include-usage --strict-max-tokens --max-waiting 9"
+    for args in (line, f"{line} {given}"):
+        assert CliRunner().invoke(app, args.split()).exit_code == 0
+        started[-1].engine.close()
+    plain, asked = (service.options for service in started)
+    assert not plain.enable_force_include_usage and not plain.strict_max_tokens and plain.max_waiting == 4096
+    assert asked.enable_force_include_usage and asked.strict_max_tokens and asked.max_waiting == 9
+    assert not asked.engine_restarts, "there is no engine's process that could be started again"
 
 
 def test_kernels_are_chosen_as_in_generate():

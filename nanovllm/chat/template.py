@@ -101,7 +101,9 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
             raise TypeError(f"tools={brief(tools)}: must be a list of descriptions of functions, or None")
         if "tools" not in template:
             _warn_of_tools(tokenizer)
-    plain = [_with_call_objects(_with_plain_content(f"{name}[{i}]", m)) for i, m in enumerate(messages)]
+    plain = [
+        _with_reasoning(_with_call_objects(_with_plain_content(f"{name}[{i}]", m))) for i, m in enumerate(messages)
+    ]
     if "tool_calls" not in template:
         plain = list(map(_with_calls_as_text, plain))
     try:
@@ -150,6 +152,13 @@ def _with_plain_content(name: str, message: Message) -> Message:
             )
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
+
+
+def _with_reasoning(message: Message) -> Message:
+    """The message with its `reasoning`, as vLLM's answers call it, under the name that templates know."""
+    if message.get("reasoning") is None or message.get("reasoning_content") is not None:
+        return message
+    return {**message, "reasoning_content": message["reasoning"]}
 
 
 def _with_call_objects(message: Message) -> Message:

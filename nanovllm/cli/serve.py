@@ -113,6 +113,7 @@ def _serve_options(
     return ServeOptions(
         model_names=names, api_keys=access.keys(), cors_origins=tuple(access.cors_origin or ()),
         metrics_prefix=reports.metrics_prefix, chat_template=chat.template(), chat_template_kwargs=chat.variables(),
+        enable_force_include_usage=chat.enable_force_include_usage, strict_max_tokens=chat.strict_max_tokens,
         stats_interval=0.0 if reports.disable_log_stats else ServeOptions.stats_interval, **bounds,
     )  # fmt: skip
 
@@ -131,7 +132,7 @@ def _run(
     tracing = None if endpoint is None else Tracing(endpoint, options.model_names[0])
     level = getattr(logging, reports.log_level.upper())
     always, count = process.restart == "always", process.api_servers
-    options = options.share(count)
+    options = replace(options.share(count), engine_restarts=always and not process.in_process)
     with logging_thread(level, reports.log_json, reports.access_log):
         sock, *others = listener.open_several(count)  # before the model is loaded, which takes longer
         client: Any

@@ -259,7 +259,7 @@ class AccessOptions:
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """The chat template."""
+    """The chat template, and what answers have."""
 
     chat_template: Annotated[
         str | None, _option("A file with a Jinja template, or its text, in place of the model's own.", metavar="FILE")
@@ -271,6 +271,16 @@ class ChatOptions:
             metavar="JSON",
         ),
     ] = None
+
+    enable_force_include_usage: Annotated[
+        bool, typer.Option("--enable-force-include-usage", help="Every stream ends with its usage, asked for or not.")
+    ] = False
+    strict_max_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--strict-max-tokens", help="A max_tokens that does not fit into the context is an error; else lowered."
+        ),
+    ] = False
 
     def template(self) -> str | None:
         """The template's text.

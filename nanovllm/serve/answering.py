@@ -62,7 +62,8 @@ class ChunkedAnswer:
             "system_fingerprint": service.fingerprint,
         }  # fmt: skip
         options = request.stream_options
-        self._wants_usage = options is not None and options.include_usage is True
+        forced = service.options.enable_force_include_usage
+        self._wants_usage = forced or options is not None and options.include_usage is True
         self._continuous = self._wants_usage and options is not None and options.continuous_usage_stats is True
         self._usage = usage
         has_logprobs = request.logprobs is not None and request.logprobs is not False  # 0 asks for some

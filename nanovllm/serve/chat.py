@@ -83,10 +83,11 @@ class Conversation:
             said = f"top_logprobs={request.top_logprobs}: needs logprobs=true; add it"
             raise ApiError(400, said, "top_logprobs")
         both = request.max_completion_tokens, request.max_tokens
+        self._max_tokens = both[1] if both[0] is None else both[0]
         params = sampling_params(
             request,
             service.sampling_defaults,
-            max_tokens=both[1] if both[0] is None else both[0],
+            max_tokens=self._max_tokens,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             **constraint(request),
         )
@@ -107,7 +108,8 @@ class Conversation:
         with renamed(self._names):
             return await self.service.start(
                 exchange, key, [self.prompt], self.params, add_special_tokens=False,
-                cache_salt=self.request.cache_salt, request_id=self.request.request_id, name="messages",
+                cache_salt=self.request.cache_salt, request_id=self.request.request_id, max_tokens=self._max_tokens,
+                name="messages",
             )  # fmt: skip
 
 
@@ -262,7 +264,7 @@ def _delta(delta: Delta, choice: Choice) -> dict[str, Any]:
     if isinstance(delta, ContentDelta):
         return {"content": delta.text}
     if isinstance(delta, ReasoningDelta):
-        return {"reasoning_content": delta.text}
+        return {"reasoning_content": delta.text, "reasoning": delta.text}  # DeepSeek's name, and vLLM's
     if isinstance(delta, CallDelta):
         function = {"name": delta.name, "arguments": ""}
         call_id = choice.call_ids[delta.index]
@@ -278,7 +280,7 @@ def _message(choice: Choice) -> dict[str, Any]:
         content = ""
     found: dict[str, Any] = {"role": "assistant", "content": content}
     if message.reasoning_content is not None:
-        found["reasoning_content"] = message.reasoning_content
+        found["reasoning_content"] = found["reasoning"] = message.reasoning_content
     if message.tool_calls:
         found["tool_calls"] = [
             {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

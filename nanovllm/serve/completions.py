@@ -29,7 +29,7 @@ async def completions(service: Service, exchange: Exchange, key: str) -> None:
     prompts, params = await service.offload(exchange.body_size, _read, request, service.sampling_defaults)
     generation = await service.start(
         exchange, key, prompts, params, add_special_tokens=request.add_special_tokens, cache_salt=request.cache_salt,
-        request_id=request.request_id,
+        request_id=request.request_id, max_tokens=request.max_tokens,
     )  # fmt: skip
     with closing(generation):
         shape = CompletionAnswer(service, request, exchange.request_id, generation.usage)

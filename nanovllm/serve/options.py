@@ -61,6 +61,12 @@ class ServeOptions:
     """A Jinja template in place of the model's own."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Variables of the template for requests that do not set them."""
+    enable_force_include_usage: bool = False
+    """The last chunk of every stream has the usage, whether the request asks for it or not, for those who count it."""
+    strict_max_tokens: bool = False
+    """A request whose prompt and `max_tokens` exceed the context gets 400. Else its `max_tokens` is lowered."""
+    engine_restarts: bool = False
+    """Whether the server starts an engine that has died again; /health says so meanwhile."""
     metrics_prefix: str = "vllm:"
     """Before the metrics that vLLM has as well, so that its dashboards work."""
     created: int = field(default_factory=lambda: int(time.time()))

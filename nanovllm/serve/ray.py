@@ -240,7 +240,7 @@ def app(arguments: Mapping[str, Any]) -> Any:
 
     Args:
         arguments: fields of `EngineConfig`, `ServeOptions` and `ReplicaOptions` by name. Texts are read as JSON where
-            they are JSON.
+            they are JSON. Without `api_keys` the keys are those in NANOVLLM_API_KEY, as of `nanovllm serve`.
 
     Raises:
         ValueError: an argument is not known, or its value is wrong.
@@ -260,5 +260,6 @@ def app(arguments: Mapping[str, Any]) -> Any:
     if "model" not in given[0]:
         raise ValueError("model: is missing; pass model=path/to/model")
     given[0].setdefault("max_model_len", AUTO)  # as `nanovllm serve`
+    given[1].setdefault("api_keys", tuple(os.environ.get("NANOVLLM_API_KEY", "").split()))
     given[1].setdefault("model_names", (str(given[0]["model"]),))
     return application(EngineConfig(**given[0]), ServeOptions(**given[1]), ReplicaOptions(**given[2]))

@@ -32,7 +32,10 @@ def sampling_params(request: GenerationRequest, defaults: Mapping[str, Any], **o
     """
     if request.best_of is not None and request.best_of != request.n:
         raise ApiError(
-            400, f"best_of={brief(request.best_of)}: it is not supported; use n, and choose the best", "best_of"
+            400,
+            f"best_of={brief(request.best_of)}: it is not supported; use n, and choose the best",
+            "best_of",
+            "unsupported_parameter",
         )
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options: it needs stream=true; leave it out", "stream_options")

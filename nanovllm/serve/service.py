@@ -95,7 +95,7 @@ class Service:
     def fault(self, counts: Counts) -> str | None:
         """Why the server does not work, by what its API processes say; None: it works."""
         if not counts.engine_up:
-            return "the engine is not running"
+            return self._no_engine
         if counts.heartbeat_age > self.options.stall_timeout:
             return f"the engine has had work and made no step for {counted(round(counts.heartbeat_age), 'second')}"
         return counts.missing[0] if counts.missing else None
@@ -175,6 +175,7 @@ class Service:
         add_special_tokens: bool = True,
         cache_salt: str | None = None,
         request_id: str | None = None,
+        max_tokens: int | None = None,
         name: str = "prompt",
     ) -> Generation:
         """Admit the request, tokenize its prompts and start them.
@@ -182,6 +183,7 @@ class Service:
         Args:
             key: the client's, from `ApiKeys.check`.
             prompts: texts or token ids.
+            max_tokens: as the request has it; None: the request leaves it to the server.
             name: the field of the request that holds them.
 
         Raises:
@@ -209,6 +211,8 @@ class Service:
                 if params.structured_outputs is not None:  # a new grammar is compiled for milliseconds, at most seconds
                     cost = _INLINE_COST + 1
                 requests.append(await self.offload(cost, self._make, whole, params, add_special_tokens))
+            if max_tokens is not None and self.options.strict_max_tokens:
+                self._check_length(requests, max_tokens)
             ticket.set_tokens(params.n * sum(len(request.prompt_token_ids) for request in requests))
             base = exchange.request_id
             for i, request in enumerate(requests):
@@ -247,7 +251,23 @@ class Service:
     def check_alive(self) -> None:
         """A 503 while the engine is not there."""
         if not self.engine.alive:
-            raise ApiError(503, "the engine is not running", code="engine_dead", retry_after=10)
+            raise ApiError(503, self._no_engine, code="engine_dead", retry_after=10)
+
+    @property
+    def _no_engine(self) -> str:
+        return f"the engine is not running{'; it is being started again' * self.options.engine_restarts}"
+
+    def _check_length(self, requests: Sequence[Request], max_tokens: int) -> None:
+        """A 400 if a prompt leaves fewer tokens of the context than its request asks for."""
+        most, longest = self.engine.info.max_model_len, max(len(request.prompt_token_ids) for request in requests)
+        if longest + max_tokens > most:
+            raise ApiError(
+                400,
+                f"max_tokens={max_tokens}: the prompt has {counted(longest, 'token')}, and prompt and output together"
+                f" have at most {most:,}; pass at most {most - longest:,}",
+                "max_tokens",
+                "context_length_exceeded",
+            )
 
     def _unique(self, name: str) -> str | None:
         """The request's id in the engine; None, so that one is made, if another request has it."""

@@ -204,6 +204,12 @@ def test_harmless_fields_and_nulls_are_taken(server):
     )  # fmt: skip
 
 
+def test_an_unsupported_best_of_has_the_code_of_other_unsupported_fields(server):
+    codes = [server.refused("/v1/completions", prompt="x", **more)[1]["code"]
+             for more in ({"best_of": 3}, {"use_beam_search": True})]  # fmt: skip
+    assert codes == ["unsupported_parameter"] * 2
+
+
 def test_large_bodies_are_read_in_threads(server, monkeypatch):
     service = server.server.service
     threads = []

@@ -54,8 +54,32 @@ def test_the_manifest_in_rays_words():
     config = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
     assert app(config.applications[0].args) is not None
     for container in containers(spec):
-        environment = {variable["name"]: variable["value"] for variable in container["env"]}
+        environment = {variable["name"]: variable.get("value") for variable in container["env"]}
         assert ENVIRONMENT.items() <= environment.items(), container["name"]
+
+
+def test_replicas_on_kubernetes_ask_for_a_token_and_a_key():
+    """The operator sets the variables of docs/scaling.md for `authOptions`; keys come from a Secret."""
+    spec = manifest()["spec"]
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token"}
+    made = re.search(
+        r"kubectl create secret generic (\S+) --from-literal=(\S+?)=", (DEPLOY / "kuberay.yaml").read_text()
+    )
+    for container in containers(spec):
+        (key,) = [v for v in container["env"] if v["name"] == "NANOVLLM_API_KEY"]
+        assert key["valueFrom"] == {"secretKeyRef": {"name": made[1], "key": made[2]}}
+
+
+@pytest.mark.parametrize(
+    "given, keys", [({}, ("first-secret", "second-secret")), ({"api_keys": ["its-own-key"]}, ("its-own-key",))]
+)
+def test_keys_of_replicas(monkeypatch, given, keys):
+    pytest.importorskip("ray")
+    from nanovllm.serve import ray
+
+    monkeypatch.setenv("NANOVLLM_API_KEY", "first-secret second-secret")
+    monkeypatch.setattr(ray, "application", lambda config, options, replicas: options)
+    assert ray.app({"model": "m", **given}).api_keys == keys
 
 
 def test_the_compose_file():

@@ -32,7 +32,7 @@ def apart(model_path, folder):
     """A server whose engine is a process, a slow one."""
     (folder / "slow.py").write_text(SLOW_PLUGIN)
     client = ProcessClient(EngineConfig(str(model_path), kernel_plugins=[str(folder / "slow.py")], **SIZES))
-    with RunningServer(model_path, ServeOptions(stall_timeout=0.5), client) as running:
+    with RunningServer(model_path, ServeOptions(stall_timeout=0.5, engine_restarts=True), client) as running:
         yield running
 
 
@@ -76,9 +76,11 @@ def test_an_engine_that_dies_is_started_again(apart, folder):
     assert b'"error":{"message":"the engine ended: its process ended with signal 9"' in text
     assert text.endswith(b"data: [DONE]\n\n")
     unhealthy = apart.client.get("/health")
-    assert unhealthy.status_code == 503 and "engine" in unhealthy.json()["reason"]
+    reason = "the engine is not running; it is being started again"
+    assert unhealthy.status_code == 503 and unhealthy.json()["reason"] == reason
     refused = apart.client.post("/v1/completions", json=body)
     assert refused.status_code == 503 and "retry-after" in refused.headers
+    assert refused.json()["error"]["message"] == reason
     assert apart.metric("nanovllm:engine_up") == 0
     (folder / "no start").unlink()
     wait_until(lambda: apart.client.get("/health").status_code == 200)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nanovllm.serve.options import ServeOptions
 from tests import tiny
 from tests.serve.running import RunningServer
 
@@ -15,6 +16,7 @@ def thinking(tmp_path_factory):
     template = directory / "chat_template.jinja"
     template.write_text(template.read_text() + "{% if add_generation_prompt %}<think>{% endif %}")
     with RunningServer(directory) as running:
+        running.path = directory
         yield running
         running.assert_idle()
 
@@ -24,9 +26,13 @@ def test_reasoning_tokens_are_counted(thinking):
     whole = thinking.post("/v1/chat/completions", **body)
     message = whole["choices"][0]["message"]
     assert message["content"] == "" and len(message["reasoning_content"]) > 5, "the thoughts did not end"
+    assert message["reasoning"] == message["reasoning_content"], "vLLM's name"
     count = len(tiny.tokenizer().encode(message["reasoning_content"]))
     assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
-    *_, last, done = thinking.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
+    *chunks, last, done = thinking.events("/v1/chat/completions", **body, stream_options={"include_usage": True})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    for name in ("reasoning_content", "reasoning"):
+        assert "".join(delta.get(name, "") for delta in deltas) == message["reasoning_content"]
     assert done == "[DONE]" and last["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
     hidden = thinking.post("/v1/chat/completions", **body, include_reasoning=False)
     assert hidden["choices"][0]["message"] == {"role": "assistant", "content": ""} and hidden["usage"] == whole["usage"]
@@ -50,6 +56,19 @@ def test_anthropic_thoughts_that_are_omitted(thinking):
         assert [e["type"] for e in events if e["type"].startswith("content_block_st")] == [
             "content_block_start", "content_block_stop"
         ]  # fmt: skip
+
+
+def test_thoughts_of_earlier_answers_have_either_name(thinking):
+    """Templates read `reasoning_content`; a client of vLLM sends `reasoning` back."""
+    template = "{% for m in messages %}[{{ m.reasoning_content }}|{{ m.content }}]{% endfor %}"
+    with RunningServer(thinking.path, ServeOptions(chat_template=template)) as server:
+        for given, shown in [
+            (dict(reasoning="why"), "why"), (dict(reasoning_content="how"), "how"),
+            (dict(reasoning="why", reasoning_content="how"), "how"),
+        ]:  # fmt: skip
+            message = dict(role="assistant", content="so", **given)
+            found = server.post("/tokenize", messages=[message])["tokens"]
+            assert found == tiny.tokenizer().encode(f"[{shown}|so]")
 
 
 def test_an_answer_without_thoughts_has_no_reasoning_tokens(server):
