@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from nanovllm.engine.fast.policy import PiggybackSizes
@@ -108,9 +108,9 @@ class Piggyback:
     # ------------------------------------------------------------------------------------------------ how many tokens
 
     def prompt_tokens(
-        self, decode_ends: Sequence[int], deadline: int | None, prompts: Iterable[tuple[int, int]], most: int
+        self, decode_ends: Sequence[int], deadline: int | None, prompts: Sequence[PendingPrompt], most: int
     ) -> PromptTokens:
-        """How many tokens of prompts the next step computes. There must be at least one prompt.
+        """How many tokens of prompts the next step computes.
 
         Example: 16 sequences decode and end in 100 steps. Beside them 240 prompt tokens fit into a step of 256 tokens,
         and 368 into one of 384. The prompt of a request with an output of 90 tokens must be computed within 10 steps.
@@ -120,16 +120,15 @@ class Piggyback:
             decode_ends: for each sequence that decodes, the number of steps until it reaches its longest output.
             deadline: the number of steps until the last offline sequence that decodes has all its tokens; None if no
                 offline sequence decodes: then the output of the first prompt sets it.
-            prompts: as `PendingPrompt`, in the order in which they are computed.
+            prompts: in the order in which they are computed; at least one.
             most: tokens of prompts at full speed.
         """
-        pending = [PendingPrompt(*prompt) for prompt in prompts]
-        last_end = pending[0].output if deadline is None else deadline
+        last_end = prompts[0].output if deadline is None else deadline
 
         def rest_in_time(num_full_speed: int, total: int) -> bool:
             """Whether all others end in time, if the first prompts are computed at full speed and then decode."""
-            outputs = [prompt.output for prompt in pending[:num_full_speed]]
-            rest = pending[num_full_speed:]
+            outputs = [prompt.output for prompt in prompts[:num_full_speed]]
+            rest = prompts[num_full_speed:]
             return self._end_in_time(rest, [*decode_ends, *outputs], max([last_end, *outputs]), total)
 
         for total in self.sizes.totals:
@@ -137,8 +136,8 @@ class Piggyback:
                 return PromptTokens(piggybacked=self.room(self.padded_rows(len(decode_ends)), total))
         # The fewest prompts at full speed, at least one: a binary search, since with each more the others end sooner.
         largest = self.sizes.totals[-1]
-        num_full_speed = bisect_left(range(len(pending)), True, lo=1, key=lambda n: rest_in_time(n, largest))
-        tokens = sum(prompt.tokens for prompt in pending[:num_full_speed])
+        num_full_speed = bisect_left(range(len(prompts)), True, lo=1, key=lambda n: rest_in_time(n, largest))
+        tokens = sum(prompt.tokens for prompt in prompts[:num_full_speed])
         return PromptTokens(full_speed=min(max(tokens, self.sizes.min_full_speed_tokens), most))
 
     def _end_in_time(self, prompts: Sequence[PendingPrompt], running: list[float], deadline: int, total: int) -> bool:
@@ -163,11 +162,11 @@ class Piggyback:
                     # A step has at most `max_pieces` prompts, which are taken to be as long as this one.
                     tokens_per_step = min(room, tokens * self.sizes.max_pieces)
                 next_end = running[0] if running else deadline
-                before_next_end = tokens_per_step * (next_end - now)
-                if before_next_end >= left:
+                tokens_until_end = tokens_per_step * (next_end - now)
+                if tokens_until_end >= left:
                     now, left = now + left / tokens_per_step, 0
                 else:
-                    now, left = next_end, left - before_next_end
+                    now, left = next_end, left - tokens_until_end
                 while running and running[0] <= now:
                     heapq.heappop(running)
             if now + output > deadline:

@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.fast.piggyback import Piggyback, PromptTokens
+from nanovllm.engine.fast.piggyback import PendingPrompt, Piggyback, PromptTokens
 from nanovllm.engine.fast.step_shape import DecodeBuckets
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -35,6 +35,11 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
         counts = piggyback.token_counts(rows)
         assert num_decodes <= rows and (rows in buckets.batch_sizes or not counts)
         assert {(rows, tokens) for tokens in counts} <= set(buckets.piggybacked_sizes)
+
+
+def prompt_tokens(max_num_seqs, decode_ends, deadline, prompts):
+    pending = [PendingPrompt(*prompt) for prompt in prompts]
+    return Piggyback(max_num_seqs).prompt_tokens(decode_ends, deadline, pending, most=16384)
 
 
 @pytest.mark.parametrize(
@@ -72,15 +77,15 @@ def test_rows_beside_piggybacked_prompts_are_a_captured_batch_size(max_num_seqs)
     ],
 )
 def test_tokens_of_prompts_by_hand(decode_ends, deadline, prompts, expected):
-    assert Piggyback(512).prompt_tokens(decode_ends, deadline, prompts, 16384) == expected
+    assert prompt_tokens(512, decode_ends, deadline, prompts) == expected
 
 
 def test_prompts_that_lack_a_seq_slot_are_expected_to_wait_for_one():
     """Through the only free one go four, each in 17 steps and 200 more; for five there is no time."""
-    assert Piggyback(20).prompt_tokens([1000] * 19, 1000, [(4000, 200)] * 4, 16384) == PromptTokens(piggybacked=236)
-    assert Piggyback(20).prompt_tokens([1000] * 19, 1000, [(4000, 200)] * 5, 16384) == PromptTokens(full_speed=8000)
-    assert Piggyback(20).prompt_tokens([2] + [1000] * 19, 1000, [(472, 996)], 16384) == PromptTokens(piggybacked=236)
-    assert Piggyback(20).prompt_tokens([3] + [1000] * 19, 1000, [(472, 996)], 16384) == PromptTokens(full_speed=1024)
+    assert prompt_tokens(20, [1000] * 19, 1000, [(4000, 200)] * 4) == PromptTokens(piggybacked=236)
+    assert prompt_tokens(20, [1000] * 19, 1000, [(4000, 200)] * 5) == PromptTokens(full_speed=8000)
+    assert prompt_tokens(20, [2] + [1000] * 19, 1000, [(472, 996)]) == PromptTokens(piggybacked=236)
+    assert prompt_tokens(20, [3] + [1000] * 19, 1000, [(472, 996)]) == PromptTokens(full_speed=1024)
 
 
 def go(scheduler, token=2):
