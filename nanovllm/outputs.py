@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from nanovllm.chat.deltas import Message
@@ -38,8 +38,17 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     """For each output token: itself first, then the most likely tokens. None if `SamplingParams.logprobs` is None."""
 
+    lora_request: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
+    routed_experts: ClassVar[None] = None
+    """vLLM's; always None here, as are those of `RequestOutput`."""
+
     message: Message | None = None
     """Only from `LLM.chat`: the text taken apart into content, reasoning and tool calls."""
+
+    def finished(self) -> bool:
+        """As in vLLM: whether the completion has ended."""
+        return self.finish_reason is not None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -63,6 +72,11 @@ class RequestMetrics:
     """Seconds since the epoch, as `time.time()`."""
 
     @property
+    def first_token_latency(self) -> float | None:
+        """vLLM's name of `time_to_first_token`."""
+        return self.time_to_first_token
+
+    @property
     def first_token_time(self) -> float | None:
         """Seconds since the epoch."""
         return None if self.time_to_first_token is None else self.arrival_time + self.time_to_first_token
@@ -77,8 +91,8 @@ class RequestMetrics:
 class RequestOutput:
     """A request's prompt and completions. `output["text"]` and `output["token_ids"]` are the first completion's."""
 
-    request_id: int | str
-    """The engine's number, or the id that `AsyncLLM.generate` was given."""
+    request_id: str
+    """The engine's number, as a text like vLLM's, or the id that `AsyncLLM.generate` was given."""
     prompt: str | None
     """The prompt's text; None if only token ids were passed."""
     prompt_token_ids: list[int]
@@ -89,6 +103,11 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each prompt token, as `CompletionOutput.logprobs`; the first token, which nothing predicts, has None."""
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    lora_request: ClassVar[None] = None
+    encoder_prompt: ClassVar[None] = None
+    encoder_prompt_token_ids: ClassVar[None] = None
+    kv_transfer_params: ClassVar[None] = None
 
     @property
     def num_cached_tokens(self) -> int:

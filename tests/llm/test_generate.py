@@ -55,6 +55,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm):
     outs = llm.generate(prompts, [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths], use_tqdm=False)
     assert [o.prompt_token_ids for o in outs] == prompts and [len(o["token_ids"]) for o in outs] == lengths
     assert len({o.request_id for o in outs}) == 20
+    assert all(isinstance(o.request_id, str) and o.request_id.isdecimal() for o in outs), "as vLLM's"
 
 
 def test_default_parameters_and_one_for_each(llm):

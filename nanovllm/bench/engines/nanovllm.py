@@ -86,10 +86,10 @@ class NanovllmEngine:
             started = time.perf_counter()
             outputs = self.llm.generate([item.prompt for item in items], params, use_tqdm=False)
             seconds = time.perf_counter() - started
-        stamps: dict[int, list[float]] = {}
+        stamps: dict[str, list[float]] = {}
         for at, grown in steps:
             for request in grown:
-                stamps.setdefault(request.request_id, []).append(at)
+                stamps.setdefault(str(request.request_id), []).append(at)
         return Run(seconds, [
             RequestTimes(
                 o.metrics.time_to_first_token, o.metrics.total_time, len(o["token_ids"]), gaps(stamps[o.request_id])

@@ -173,7 +173,7 @@ class Request:
     def output(self) -> RequestOutput:
         """The request as its user sees it, finished or not."""
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=str(self.request_id),
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[c.output() for c in self.completions],
