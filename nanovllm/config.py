@@ -84,7 +84,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """The share of the device's memory that weights, activations and KV cache may take together."""
     kvcache_block_size: int = 256
-    """Tokens a KV cache block. Small blocks share more prefixes; large blocks make shorter block tables."""
+    """Tokens a KV cache block. Small blocks share more prefixes, since whole blocks alone are shared; large ones make
+    shorter block tables. Hopper's decode kernel needs a multiple of 64."""
     kv_cache_dtype: str = "auto"
     """The KV cache. "auto": as `dtype`; "fp8" halves its memory and reads, at a small loss of accuracy
     (docs/attention.md). A float32 rounding of a key can become an fp8 step, so log-probabilities depend on the batch

@@ -24,7 +24,10 @@ _LOG_LEVEL = (
     "debug, info, warning or error. With warning, the start and the rates are logged as well; --access-log works with"
     " every level."
 )
-_BLOCK_SIZE = "Tokens in a block of the KV cache. Prompts share whole blocks alone: no beginning of fewer tokens."
+_BLOCK_SIZE = (
+    "Tokens in a block of the KV cache. Prompts share whole blocks alone, so no beginning of fewer tokens. Hopper's"
+    " decode kernel needs a multiple of 64."
+)
 
 
 def _option(text: str, **others: Any) -> Any:
