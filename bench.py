@@ -59,6 +59,10 @@ def _add_model(group: Any) -> None:
         "--lm-head-quantization", choices=("fp8", "int8"), help="quantise the LM head while it is loaded"
     )
     group.add_argument(
+        "--prompt-activations", choices=("auto", "fp8"),
+        help="fp8: steps of many tokens multiply int4, int8 and GGUF weights in fp8, less exactly (default: auto)",
+    )  # fmt: skip
+    group.add_argument(
         "--expand-small-weights", choices=("auto", "off"),
         help="copies in 16 bits of quantised weights of small layers, on a GPU where that is faster (default: auto)",
     )  # fmt: skip

@@ -65,6 +65,9 @@ class EngineConfig:
     activation_quantization: bool = True
     """On a GPU with fp8 tensor cores, steps of many tokens quantise the activations of fp8 layers too, for checkpoints
     made for it and with `quantization="fp8"` (docs/models.md). False: weights alone."""
+    prompt_activations: str = "auto"
+    """"fp8", on a GPU with fp8 tensor cores: steps of many tokens round activations, and weights of 4 and 8 bits, to
+    8-bit floats, which is faster and less exact (docs/models.md). "auto": activations as the checkpoint has them."""
     expand_small_weights: str = "auto"
     """On a GPU, "auto": quantised weights of small layers get a copy in `dtype`, or become one, for the steps in which
     such a copy is multiplied faster, if all copies together take at most 4 % of its memory. "off": they stay packed."""
@@ -139,6 +142,10 @@ class EngineConfig:
             value = getattr(self, name)
             if not allowed(value):
                 raise ValueError(f"{name}={value!r}: {remedy}")
+        if self.prompt_activations == "fp8" and not self.activation_quantization:
+            raise ValueError(
+                'prompt_activations="fp8" contradicts activation_quantization=False; leave out one of them'
+            )
 
 
 Config = EngineConfig
@@ -219,6 +226,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "cpu_activations": _one_of("float32", "int8", "bfloat16"),
     "device": (lambda value: isinstance(value, str), "must be a string: 'auto', 'cpu', 'cuda' or 'cuda:N'"),
     "activation_quantization": _SWITCH,
+    "prompt_activations": _one_of("auto", "fp8"),
     "expand_small_weights": _one_of("auto", "off"),
     "skip_tokenizer_init": _SWITCH,
     "enable_prefix_caching": _SWITCH,

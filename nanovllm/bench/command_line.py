@@ -25,7 +25,7 @@ _THREE_WAYS = ("activation_quantization", "capture_prefill", "piggyback_prefill"
 _RECORDED = (
     *_PEERS_HAVE, *_THREE_WAYS, "enforce_eager", "kernels", "preset", "workload", "num_requests",
     "input_len", "output_len", "rate", "repeat", "rounds", "warmup", "seed", "engine", "temperature", "top_p",
-    "cpu_activations", "expand_small_weights",
+    "cpu_activations", "expand_small_weights", "prompt_activations",
 )  # fmt: skip
 """Arguments that decide the figures; not where this machine has its files."""
 
@@ -179,7 +179,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of nanovllm's `LLM`."""
     options = peer_options(args)
     options |= {name: getattr(args, name) for name in _THREE_WAYS if getattr(args, name) is not None}
-    for name in ("cpu_activations", "expand_small_weights"):
+    for name in ("cpu_activations", "expand_small_weights", "prompt_activations"):
         if getattr(args, name) is not None:
             options[name] = getattr(args, name)
     if args.kernels:

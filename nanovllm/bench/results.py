@@ -122,6 +122,7 @@ def settings(run: Record, row: ResultRow) -> str:
         given["compiled for"] = row.about.get("compiled_for")
         activations = run.arguments.get("cpu_activations")
         given["activations"] = activations != "float32" and activations
+        given["prompt_activations"] = (prompts := run.arguments.get("prompt_activations")) != "auto" and prompts
         given["no expand_small_weights"] = run.arguments.get("expand_small_weights") == "off"
         choices = (run.arguments.get("kernels") or "").split(";")
         given["kernels"] = ";".join(sorted("=".join(p.strip() for p in c.split("=")) for c in choices if c.strip()))

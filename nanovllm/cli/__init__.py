@@ -168,6 +168,9 @@ class _Engine:
     quantization: Annotated[
         str | None, typer.Option(help="fp8, int8, int4 or q4_k_m: quantise a floating-point model while it is loaded.")
     ] = None
+    prompt_activations: Annotated[
+        str, typer.Option(help="auto, or fp8: prompts are faster and less exact with int4, int8 and GGUF weights.")
+    ] = "auto"
     expand_small_weights: Annotated[
         str,
         typer.Option(

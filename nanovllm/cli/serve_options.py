@@ -108,6 +108,9 @@ class EngineOptions:
     activation_quantization: Annotated[
         bool, _option("Quantise the activations of fp8 layers too, in steps of many tokens.")
     ] = True
+    prompt_activations: Annotated[
+        str, _option("auto, or fp8: steps of many tokens are faster and less exact with int4, int8 and GGUF weights.")
+    ] = "auto"
     expand_small_weights: Annotated[
         str,
         _option(

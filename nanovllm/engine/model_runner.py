@@ -40,6 +40,7 @@ from nanovllm.models.packed_decoder import why_not_packed
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.expanded_layers import expand_layers
 from nanovllm.weights.loader import load_model
+from nanovllm.weights.rounded_layers import round_layers
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class ModelRunner:
         if why_op_by_op:
             report_op_by_op(why_op_by_op, config, checkpoint, device)
         warn_of_interpreter(kernels, checkpoint.config, device)
+        fp8_prompt_tokens = FastPaths.fp8_prompt_tokens(config, kernels, self.dtype, device)
         timer = StartTimer()
         loading_stage("making random weights" if checkpoint.format == "dummy" else "reading weights", self.device_name)
         with torch.inference_mode(), on_device(device), collector_off(gc.collect) if on_gpu else nullcontext():
@@ -76,6 +78,8 @@ class ModelRunner:
                 packed=None if why_op_by_op else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
             )  # fmt: skip
             plan = FastPaths.expansion(config, kernels, self.dtype, device) if why_op_by_op else None
+            if why_op_by_op and fp8_prompt_tokens is not None:
+                round_layers(self.model, kernels, fp8_prompt_tokens, plan)
             if plan is not None:
                 expand_layers(self.model, plan, partial(group.smallest, device=device))
             timer.end("weights", "loaded")

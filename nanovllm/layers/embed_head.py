@@ -6,8 +6,9 @@ from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels, all_gather_last
 from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.linear import Part, ShardedParameters
-from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight, new_weight, product
+from nanovllm.layers.packed_weight import PackedWeight, Weight, new_weight, product
 from nanovllm.layers.selected_op import FusedOp
+from nanovllm.layers.stored_matrix import StoredMatrix
 
 
 class VocabParallelEmbedding(ShardedParameters):

@@ -15,9 +15,10 @@ from nanovllm.distributed.group import current_group
 from nanovllm.kernels import Kernels
 from nanovllm.layers.fused_product import FusedProduct
 from nanovllm.layers.group_sum import GroupSum
-from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight, form_for, new_weight, product
+from nanovllm.layers.packed_weight import PackedWeight, Weight, form_for, new_weight, product
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
+from nanovllm.layers.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm

@@ -15,10 +15,11 @@ from nanovllm.kernels.ops.linear_fp8 import BLOCK, dequantise_fp8
 from nanovllm.layers.group_sum import GroupSum
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import Part, ShardedParameters
-from nanovllm.layers.packed_weight import StoredMatrix, Weight, new_weight, product
+from nanovllm.layers.packed_weight import Weight, new_weight, product
 from nanovllm.layers.residual_stream import ResidualStream
 from nanovllm.layers.selected_op import FusedOp
 from nanovllm.layers.stored_matrices import Fp8Matrix
+from nanovllm.layers.stored_matrix import StoredMatrix
 
 
 class ExpertRouter(ShardedParameters):

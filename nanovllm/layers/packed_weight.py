@@ -6,12 +6,10 @@ each form of storage among its shards. Each matrix knows its op, such as `linear
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,6 +18,7 @@ import torch.nn.functional as F
 from nanovllm.kernels import Kernels
 from nanovllm.layers.quantised_activations import QuantisingOp
 from nanovllm.layers.selected_op import FusedOp, SelectedOp
+from nanovllm.layers.stored_matrix import StoredMatrix, StoredOperands
 
 _WITHOUT_MEMORY: ContextVar[bool] = ContextVar("weights_without_memory", default=False)
 
@@ -38,122 +37,6 @@ def new_weight(*shape: int) -> nn.Parameter:
     """A matrix for a layer, or several of one shape, without values."""
     device = "meta" if _WITHOUT_MEMORY.get() else None
     return nn.Parameter(torch.empty(shape, device=device), requires_grad=False)
-
-
-class StoredOperands(NamedTuple):
-    """A matrix as ops take it that know all forms of storage, such as `linear_packed_silu_and_mul`."""
-
-    storage: str
-    weight: torch.Tensor
-    scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-
-
-class StoredMatrix(ABC):
-    """A matrix [rows, columns] in some form of storage.
-
-    Attributes:
-        op: the op that multiplies with it.
-        quantising_op: the op that quantises x as well, for a matrix of a checkpoint made for that; None: x stays.
-        permutation: int64 [columns]: stored column i is column permutation[i] of the weight. None: in order.
-    """
-
-    op: str
-    quantising_op: str | None = None
-    permutation: torch.Tensor | None = None
-
-    @property
-    @abstractmethod
-    def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the weight."""
-
-    @property
-    def planes(self) -> dict[str, torch.Tensor]:
-        """The tensors of which it is made, by name: those among the fields of its dataclass."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
-        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-
-    @abstractmethod
-    def operands(self) -> tuple[Any, ...]:
-        """What the op takes between x and the bias."""
-
-    def stored_operands(self) -> StoredOperands | None:
-        """What ops take that know all forms of storage; None: they do not know this one."""
-        return None
-
-    @abstractmethod
-    def stored(self) -> torch.Tensor:
-        """float32 [rows, columns], its columns in stored order."""
-
-    def with_rows(self, change: Callable[[str, torch.Tensor], torch.Tensor]) -> StoredMatrix:
-        """The same form with other rows: (name, plane) -> the new plane, of each plane that has a row for each row.
-
-        8-bit floats are given and taken as uint8, since not every function knows them.
-        """
-        changed = {}
-        for name, plane in self.planes.items():
-            if name != "permutation":
-                stored = plane.view(torch.uint8) if plane.dtype == torch.float8_e4m3fn else plane
-                changed[name] = change(name, stored).view(plane.dtype)
-        return replace(self, **changed)  # type: ignore[type-var, no-any-return]
-
-    def take_rows(self, index: torch.Tensor) -> StoredMatrix:
-        """The rows that int64 [n] names."""
-        return self.with_rows(lambda name, plane: plane[index])
-
-    def rows(self, start: int, length: int) -> StoredMatrix:
-        """Adjacent rows."""
-        if (start, length) == (0, self.shape[0]):
-            return self
-        device = next(iter(self.planes.values())).device
-        return self.take_rows(torch.arange(start, start + length, device=device))
-
-    def padded(self, rows: int) -> StoredMatrix:
-        """With rows of zeros behind it, `rows` in all."""
-        more = rows - self.shape[0]
-        return self.with_rows(
-            lambda name, plane: torch.cat([plane, plane.new_zeros(more, *plane.shape[1:])]) if more > 0 else plane
-        )
-
-    @abstractmethod
-    def columns(self, start: int, length: int) -> StoredMatrix | None:
-        """Adjacent columns; None: its blocks cannot be cut there."""
-
-    def joins(self, other: StoredMatrix) -> bool:
-        """Whether another matrix below this one is stored in the same way."""
-        return False
-
-    def joined(self, others: Sequence[StoredMatrix]) -> StoredMatrix | None:
-        """This matrix with others below it, as one; None: they are stored in another way."""
-        if not all(map(self.joins, others)):
-            return None
-        return self.with_rows(
-            lambda name, plane: torch.cat([plane, *(m.planes[name].view(plane.dtype) for m in others)])
-        )
-
-    def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """[rows, columns], computed in float32 and rounded to `dtype` once."""
-        values = self.stored()
-        if self.permutation is not None:
-            values = values[:, self.permutation.argsort()]
-        return values.to(dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(plane.nbytes for plane in self.planes.values())
-
-    def not_finite(self) -> torch.Tensor:
-        """The number of values among the planes that are NaN or infinite: int64 [], on the matrix's device."""
-        counts = [_not_finite(plane) for plane in self.planes.values()]
-        return torch.stack(counts).sum()
-
-
-def _not_finite(plane: torch.Tensor) -> torch.Tensor:
-    if plane.dtype == torch.float8_e4m3fn:  # it has no infinity; NaN is all ones
-        return ((plane.view(torch.uint8) & 0x7F) == 0x7F).sum()
-    if not plane.is_floating_point():
-        return torch.zeros((), dtype=torch.int64, device=plane.device)
-    return (~plane.isfinite()).sum()
 
 
 class PackedWeight(nn.Module):
@@ -185,14 +68,11 @@ class PackedWeight(nn.Module):
             m.op == "linear_gguf" and m.permutation is None for m in self.matrices
         )
         """Whether one call of `linear_gguf` multiplies with both."""
-        whole = names[0] if len(names) == 1 else None
+        whole = names[0] if len(names) == 1 and self.matrices[0].permutation is None else None
         self._after_silu = QuantisingOp(None if whole is None else f"silu_and_mul_{whole}", kernels)
         self._after_norm = QuantisingOp(None if whole is None else f"add_rms_norm_{whole}", kernels)
-        self._copies: tuple[nn.Parameter, ...] = ()
-        """None or one. A parameter, so that kernels read it early (`early_start.are_constant`); in a tuple, so that it
-        is none of this module, whose weights are those of the matrices."""
-        self.expanded_for = range(0)
-        """The numbers of tokens for which layers multiply with a dequantised copy."""
+        self._forms: tuple[tuple[range, Weight], ...] = ()
+        """In a tuple, so that they are no parts of this module, whose weights are those of the matrices."""
 
     @property
     def ops(self) -> list[str]:
@@ -200,13 +80,25 @@ class PackedWeight(nn.Module):
         pairs = zip(self._quantising, self.matrices)
         return [m.quantising_op if quantising.used and m.quantising_op else m.op for quantising, m in pairs]
 
+    def use_for(self, num_tokens: range, form: Weight) -> None:
+        """Let layers multiply x of so many tokens with another form of this weight. The first one that fits is used."""
+        self._forms = (*self._forms, (num_tokens, form))
+
     def expand_for(self, num_tokens: range) -> None:
-        """Keep a dequantised copy beside the matrices, for x of so many tokens."""
-        self._copies, self.expanded_for = (nn.Parameter(self.dequantised(), requires_grad=False),), num_tokens
+        """Keep a dequantised copy beside the matrices, for x of so many tokens.
+
+        It is a parameter, so that kernels read it early (`early_start.are_constant`).
+        """
+        self.use_for(num_tokens, nn.Parameter(self.dequantised(), requires_grad=False))
 
     def form_for(self, num_tokens: int) -> Weight:
-        """What layers multiply x of `num_tokens` tokens with: the copy [rows, columns] of `dtype`, or this weight."""
-        return self._copies[0] if self._copies and num_tokens in self.expanded_for else self
+        """What layers multiply x of `num_tokens` tokens with: another form, as of `use_for`, or this weight."""
+        return next((form for of, form in self._forms if num_tokens in of), self)
+
+    @property
+    def form_changes(self) -> set[int]:
+        """Numbers of tokens from which on layers multiply with another form."""
+        return {bound for of, _ in self._forms for bound in (of.start, of.stop) if bound}
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x W^T + b: x [..., columns], bias [rows], both of `dtype` -> [..., rows]."""
@@ -226,6 +118,7 @@ class PackedWeight(nn.Module):
 
     def product_after_silu(self, gate_up: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The product with silu(gate) * up, which is quantised as it is computed."""
+        self.matrices[0].fill()
         return self._after_silu(gate_up, *self.matrices[0].operands(), bias)
 
     def takes_sum(self, x: torch.Tensor, *norm: Any) -> bool:
@@ -242,6 +135,7 @@ class PackedWeight(nn.Module):
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the product with rms_norm(x + residual), which is quantised as it is computed; x + residual)."""
+        self.matrices[0].fill()
         return self._after_norm(x, residual, norm_weight, eps, *self.matrices[0].operands(), bias)
 
     def _product(self, i: int, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -249,6 +143,7 @@ class PackedWeight(nn.Module):
         op, quantising, matrix = self._ops[i], self._quantising[i], self.matrices[i]
         if matrix.permutation is not None:
             x = x.index_select(-1, matrix.permutation)
+        matrix.fill()
         operands = matrix.operands()
         if quantising.used and quantising.takes_call(operands[0], x, *operands):
             return quantising(x, *operands, bias)
@@ -271,10 +166,12 @@ class PackedWeight(nn.Module):
 
     def quantised_weights(self, num_tokens: int) -> int:
         """How many weights are in matrices that are multiplied with quantised x, where x is of `num_tokens` tokens."""
-        total = 0
+        form, total = self.form_for(num_tokens), 0
+        if form is not self:
+            return form.quantised_weights(num_tokens) if isinstance(form, PackedWeight) else 0
         for matrix, quantising in zip(self.matrices, self._quantising):
             operands = matrix.operands()
-            if quantising.used and num_tokens not in self.expanded_for:
+            if quantising.used:
                 x = torch.empty((), dtype=self.dtype, device=operands[0].device).expand(num_tokens, matrix.shape[1])
                 total += matrix.shape[0] * matrix.shape[1] * quantising.takes_call(operands[0], x, *operands)
         return total
@@ -314,7 +211,7 @@ Weight = torch.Tensor | PackedWeight
 
 
 def form_for(weight: Weight, x: torch.Tensor) -> Weight:
-    """What x [num_tokens, size] is multiplied with: the weight, or a packed one's copy for so many tokens."""
+    """What x [num_tokens, size] is multiplied with: the weight, or a packed one's form for so many tokens."""
     return weight.form_for(x.shape[0]) if isinstance(weight, PackedWeight) else weight
 
 

@@ -10,8 +10,9 @@ import torch.nn as nn
 
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.op.provider import Prepacked
-from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, Weight
+from nanovllm.layers.packed_weight import PackedWeight, Weight
 from nanovllm.layers.stored_matrices import FloatMatrix
+from nanovllm.layers.stored_matrix import StoredMatrix
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from nanovllm.kernels.ops.gguf_blocks import GGUF_TYPES, dequantise_gguf, gguf_planes
 from nanovllm.kernels.ops.linear_fp8 import BLOCK, block_shape, dequantise_fp8
 from nanovllm.kernels.ops.linear_int4 import dequantise_affine, unpack_int4
-from nanovllm.layers.packed_weight import StoredMatrix, StoredOperands
+from nanovllm.layers.stored_matrix import StoredMatrix, StoredOperands
 
 
 @dataclass(frozen=True)

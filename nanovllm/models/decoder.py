@@ -224,7 +224,7 @@ class DecoderForCausalLM(nn.Module):
     def form_changes(self) -> set[int]:
         """Numbers of tokens from which on layers multiply with another form of their weights."""
         packed = (module for module in self.model.layers.modules() if isinstance(module, PackedWeight))
-        return {bound for weight in packed for bound in (weight.expanded_for.start, weight.expanded_for.stop) if bound}
+        return {bound for weight in packed for bound in weight.form_changes}
 
     def place_of(self, name: str) -> tuple[str, str, str]:
         """(module, parameter, shard) of a checkpoint's tensor, whether this model has such a place or not."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.cpu.library import GGUF_FORMATS, PackedMatrix
-from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.stored_matrices import Fp8Matrix, GGUFMatrix, IntMatrix
+from nanovllm.layers.stored_matrix import StoredMatrix
 
 _BLOCK = 32
 

@@ -66,8 +66,11 @@ def _wanted(model: DecoderForCausalLM, plan: ExpansionPlan) -> Iterator[_Expansi
         _, weights = bytes_and_weights(decoder_layer)
         for module in decoder_layer.modules():
             weight = getattr(module, "weight", None)
-            if isinstance(weight, PackedWeight) and (num_tokens := plan.num_tokens(weight.ops, weights)):
-                yield _Expansion(module, weight, num_tokens)
+            if isinstance(weight, PackedWeight):
+                wanted = plan.num_tokens(weight.ops, weights)
+                # Before the numbers of tokens for which it has another form.
+                if num_tokens := range(wanted.start, min(wanted.stop, *weight.form_changes, ANY.stop)):
+                    yield _Expansion(module, weight, num_tokens)
 
 
 def _log(wanted: list[_Expansion], nbytes: int) -> None:

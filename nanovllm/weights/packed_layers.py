@@ -13,8 +13,9 @@ from nanovllm.kernels import Kernels
 from nanovllm.kernels.op.selection import fastest_that_cannot_run
 from nanovllm.layers.linear import ShardedParameters
 from nanovllm.layers.moe import StackedMatrices
-from nanovllm.layers.packed_weight import PackedWeight, StoredMatrix, bytes_and_weights
+from nanovllm.layers.packed_weight import PackedWeight, bytes_and_weights
 from nanovllm.layers.stored_matrices import FloatMatrix, GGUFMatrix
+from nanovllm.layers.stored_matrix import StoredMatrix
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.quantization.gguf_storage import GGUFStorage

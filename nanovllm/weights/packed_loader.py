@@ -11,8 +11,8 @@ import torch
 from nanovllm.kernels import Kernels
 from nanovllm.kernels.cpu.library import GGUF_FORMATS, PLAIN, PackedMatrix
 from nanovllm.kernels.ops.decoder_step import DecoderLayerWeights, DecoderWeights
-from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.stored_matrix import StoredMatrix
 from nanovllm.model_config import ModelConfig
 from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights import gguf, safetensors_files

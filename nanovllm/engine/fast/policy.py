@@ -71,6 +71,9 @@ class FastPolicy:
     expansion: ExpansionPlan | None = None
     """Which packed weights of small layers get a dequantised copy where its products are faster. None: by what was
     measured on the GPU."""
+    fp8_prompt_tokens: int | None = None
+    """Least tokens of a step for `prompt_activations="fp8"`. None: more than those up to which kernels read packed
+    weights, on a GPU with fp8 tensor cores. A number lets tests use it with other providers and devices."""
     mask_thread: bool | None = None
     """A thread makes the masks of constrained rows while the host reads the step before and launches the next one.
     None: on a GPU."""

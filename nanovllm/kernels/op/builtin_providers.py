@@ -67,6 +67,7 @@ _triton(
     ops.linear_silu_and_mul, num_tokens=True,
 )  # fmt: skip
 _triton("gemm.packed_embedding", ops.embedding_packed)
+_triton("gemm.packed_to_fp8", ops.packed_to_fp8, takes_out=True)
 _triton("gemm.packed_products", ops.linear_fp8, ops.linear_gguf, ops.linear_int4, ops.linear_int8)
 _triton("gemm.packed_products", ops.linear_packed_add_rms_norm, num_tokens=True)
 _triton("gemm.fp8_activations", ops.linear_fp8_dynamic, accepts=fp8_dynamic_refused, num_tokens=True)

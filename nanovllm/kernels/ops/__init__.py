@@ -23,6 +23,7 @@ from nanovllm.kernels.ops.moe_experts import moe_experts
 from nanovllm.kernels.ops.moe_experts_fp8 import moe_experts_fp8
 from nanovllm.kernels.ops.moe_route import moe_route
 from nanovllm.kernels.ops.norm import add_rms_norm, rms_norm
+from nanovllm.kernels.ops.packed_to_fp8 import packed_to_fp8
 from nanovllm.kernels.ops.paged_kv import NewTokens, PagedKV, SharedPrefixes
 from nanovllm.kernels.ops.qk_norm_rope import qk_norm_rope
 from nanovllm.kernels.ops.qk_norm_rope_attention import qk_norm_rope_attention
@@ -38,7 +39,7 @@ __all__ = [
     "apply_token_bitmask", "attention_decode", "attention_decode_shared", "attention_prefill", "decoder_step",
     "embedding", "embedding_packed", "gelu_and_mul", "linear", "linear_add_rms_norm", "linear_fp8",
     "linear_fp8_dynamic", "linear_gguf", "linear_int4", "linear_int8", "linear_packed_add_rms_norm",
-    "linear_packed_silu_and_mul", "linear_silu_and_mul", "moe_experts", "moe_experts_fp8", "moe_route", "qk_norm_rope",
-    "qk_norm_rope_attention", "qk_norm_rope_attention_shared", "qk_norm_rope_store", "rms_norm", "rotary_embedding",
-    "sample", "silu_and_mul", "silu_and_mul_linear_fp8_dynamic", "store_kvcache",
+    "linear_packed_silu_and_mul", "linear_silu_and_mul", "moe_experts", "moe_experts_fp8", "moe_route",
+    "packed_to_fp8", "qk_norm_rope", "qk_norm_rope_attention", "qk_norm_rope_attention_shared", "qk_norm_rope_store",
+    "rms_norm", "rotary_embedding", "sample", "silu_and_mul", "silu_and_mul_linear_fp8_dynamic", "store_kvcache",
 ]  # fmt: skip

@@ -30,6 +30,18 @@ def _cost(token_ids, storage, weight, scale, zero, size, dtype):
     return Cost(nbytes(token_ids) + tokens * (row + size * dtype.itemsize))
 
 
+def dequantise_packed(
+    storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, size: int
+) -> torch.Tensor:
+    """A weight in any form of storage as float32 [rows, size]. Operands: as of `linear_packed_silu_and_mul`."""
+    if scale is None:
+        return dequantise_gguf(weight, storage, size)
+    if storage == "fp8":
+        return dequantise_fp8(weight, scale)
+    q, middle = (unpack_int4(weight), 8) if storage == "int4" else (weight, 128)
+    return dequantise_affine(q, scale, middle if zero is None else zero)
+
+
 @op(
     arguments={
         "token_ids": "int64[...] | int32[...]",
@@ -75,14 +87,8 @@ def embedding_packed(
     index = token_ids.reshape(-1)
     if values_checked(token_ids.device):
         check_token_ids(index, weight.shape[0])
-    rows = weight.view(torch.uint8)[index]
-    if scale is None:
-        values = dequantise_gguf(rows, storage, size)
-    elif storage == "fp8":
-        of_rows = scale[index // block_shape(weight, scale)[0]]
-        values = dequantise_fp8(rows.view(weight.dtype), of_rows)
-    else:
-        middle = 8 if storage == "int4" else 128
-        q = unpack_int4(rows) if storage == "int4" else rows
-        values = dequantise_affine(q, scale[index], middle if zero is None else zero[index])
+    rows = weight.view(torch.uint8)[index].view(weight.dtype)
+    if scale is not None:
+        scale = scale[index // block_shape(weight, scale)[0] if storage == "fp8" else index]
+    values = dequantise_packed(storage, rows, scale, None if zero is None else zero[index], size)
     return values.to(dtype).view(*token_ids.shape, size)

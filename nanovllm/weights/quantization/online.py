@@ -18,8 +18,8 @@ from nanovllm.kernels.ops.linear_fp8 import BLOCK
 from nanovllm.layers.embed_head import VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.moe import StackedMatrices
-from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.stored_matrices import FloatMatrix, Fp8Matrix, IntMatrix
+from nanovllm.layers.stored_matrix import StoredMatrix
 from nanovllm.weights.checkpoint import Checkpoint
 from nanovllm.weights.quantization.bits import in_storage
 from nanovllm.weights.quantization.fp8_storage import Fp8Storage

@@ -11,8 +11,8 @@ from math import lcm
 import torch
 
 from nanovllm.layers.linear import Part
-from nanovllm.layers.packed_weight import StoredMatrix
 from nanovllm.layers.stored_matrices import FloatMatrix
+from nanovllm.layers.stored_matrix import StoredMatrix
 
 WIDE_FLOATS = ("F64", "F32", "F16", "BF16")
 """Names of dtypes in a safetensors header; those of integers are as PyTorch has them."""

@@ -5,8 +5,6 @@ A kernel quantises activations. PyTorch's library multiplies, or `fp8_product` w
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -35,7 +33,7 @@ from nanovllm.kernels.triton.launch_arguments import (
     num_sms,
     warps_for,
 )
-from nanovllm.kernels.triton.rows.move_rows import to_fp8
+from nanovllm.kernels.triton.rows.move_rows import converts_to_fp8, to_fp8
 
 LEAST_TOKENS = 17
 """For which layers quantise x."""
@@ -140,12 +138,6 @@ def normed_quantise_kernel(
     factor = tl.rsqrt(tl.sum(tl.sum(v * v, 1), 0) / SIZE + eps)
     v = rounded(rounded(v * factor, dtype) * w, dtype)
     store_codes(v, codes, scales, token, group, at, live, scale_stride, SIZE, GROUP, ROWS, LEAST, LARGEST, CONVERTS)
-
-
-@functools.cache
-def converts_to_fp8(device: torch.device) -> bool:
-    """Whether a device has instructions for 8-bit floats: compute capability 8.9."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def num_tokens_linear_fp8_dynamic(weight: torch.Tensor) -> range:

@@ -8,11 +8,14 @@ import torch
 import triton
 import triton.language as tl
 
-from nanovllm.kernels.ops.gguf_blocks import GGUFType
+from nanovllm.kernels.ops.gguf_blocks import GGUFType, check_gguf
+from nanovllm.kernels.ops.linear_fp8 import block_shape
+from nanovllm.kernels.ops.linear_int4 import group_size
 from nanovllm.kernels.triton.device_math import to_dtype
 from nanovllm.kernels.triton.early_start import launched_early
 from nanovllm.kernels.triton.gemm.packed_decode import fp8_to_float32
-from nanovllm.kernels.triton.launch_arguments import cdiv
+from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv
+from nanovllm.kernels.triton.rows.move_rows import converts_to_fp8, to_fp8
 
 _ROWS, _COLUMNS = 16, 256
 _FEW_ROWS = 32
@@ -29,13 +32,15 @@ def dequantise_kernel(
     mn,  # like sc, multiplied by m and subtracted; None: m is added
     zero,  # uint8 [num_rows, parts]; None: ZERO
     index,  # [num_rows]: which row of the weight a row of the result is; None: all, in order
-    out,  # [num_rows, size]
+    factor,  # float32 [num_rows], by which rows are multiplied before they are rounded; None: 1
+    out,  # [num_rows, size]; uint8: the bits of float8_e4m3fn
     num_rows, size, weight_stride, high_stride, d_stride, sc_stride, zero_stride,
     FLOATS: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
     PER: tl.constexpr,  # weights that are read at once, and have the same scales: those of a word, or one
     D_ROWS: tl.constexpr, D_COLUMNS: tl.constexpr,  # that share a number of d
     PART: tl.constexpr,  # columns that share one of sc, mn and zero
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    CONVERTS: tl.constexpr,  # the GPU has an instruction that rounds to e4m3
 ):  # fmt: skip
     """Grid [tiles of rows, tiles of columns]."""
     to = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -74,21 +79,34 @@ def dequantise_kernel(
         if mn is not None:
             low = -low * tl.load(mn + row * sc_stride + part, live, other=0).to(tl.float32)
         y += low[:, :, None]
-    tl.store(out + (to * size + first)[:, :, None] + place, to_dtype(y, out.dtype.element_ty), live[:, :, None])
+    if factor is not None:
+        y *= tl.load(factor + row, to < num_rows, other=0.0)[:, :, None]
+    if out.dtype.element_ty != tl.uint8:
+        y = to_dtype(y, out.dtype.element_ty)
+    elif CONVERTS:
+        y = y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        y = to_fp8(y)
+    tl.store(out + (to * size + first)[:, :, None] + place, y, live[:, :, None])
 
 
 def dequantised(
     weight: torch.Tensor, size: int, dtype: torch.dtype, d: torch.Tensor, *,
     bits: int, zero: int | torch.Tensor = 0, floats: bool = False, d_rows: int = 1, d_columns: int, part: int = 1,
     m: torch.Tensor | None = None, sc: torch.Tensor | None = None, mn: torch.Tensor | None = None,
-    index: torch.Tensor | None = None, high: torch.Tensor | None = None,
+    index: torch.Tensor | None = None, high: torch.Tensor | None = None, factor: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """A packed weight [num_rows, bytes] as [num_rows, size] in `dtype`, rounded once. Operands as the kernel's.
 
-    index: integers [n], contiguous: of these rows alone, [n, size].
+    Args:
+        dtype: torch.uint8: the bits of float8_e4m3fn.
+        index: integers [n], contiguous: of these rows alone, [n, size].
+        out: takes the result; contiguous.
     """
     num_rows, per = (weight if index is None else index).shape[0], 32 // bits
-    out = torch.empty((num_rows, size), dtype=dtype, device=weight.device)
+    if out is None:
+        out = torch.empty((num_rows, size), dtype=dtype, device=weight.device)
     zeros = zero if isinstance(zero, torch.Tensor) else None
     parts = part if sc is not None or zeros is not None else per
     aligned = weight.stride(1) == 1 and not (weight.stride(0) | weight.storage_offset() | weight.data_ptr()) % 4
@@ -103,11 +121,11 @@ def dequantised(
         rows = 1 if few else _ROWS
         early = index is not None and launched_early(weight, num_rows)
         dequantise_kernel[cdiv(num_rows, rows), cdiv(size, _COLUMNS)](
-            weight, high, d, m, sc, mn, zeros, index, out, num_rows, size, weight.stride(0),
+            weight, high, d, m, sc, mn, zeros, index, factor, out, num_rows, size, weight.stride(0),
             0 if high is None else high.stride(0), d.stride(0),
             0 if sc is None else sc.stride(0), 0 if zeros is None else zeros.stride(0),
             floats, bits, 0 if isinstance(zero, torch.Tensor) else zero, per, d_rows, d_columns, part, rows, _COLUMNS,
-            early, num_warps=1 if few else 4, launch_pdl=early,
+            early, converts_to_fp8(weight.device), num_warps=1 if few else 4, launch_pdl=early,
         )  # fmt: skip
     return out
 
@@ -135,11 +153,36 @@ def planes_of(of: GGUFType, weight: torch.Tensor, size: int) -> GGUFPlanes:
 
 
 def dequantised_gguf(
-    of: GGUFType, planes: GGUFPlanes, size: int, dtype: torch.dtype, index: torch.Tensor | None = None
+    of: GGUFType, planes: GGUFPlanes, size: int, dtype: torch.dtype, **others: torch.Tensor | None
 ) -> torch.Tensor:
-    """`dequantised` of GGUF's planes."""
+    """`dequantised` of GGUF's planes. others: index, factor and out of `dequantised`."""
     codes, high, d, m, sc, mn = planes
     return dequantised(
         codes, size, dtype, d, bits=of.bits, zero=of.zero, d_columns=of.block_size, part=of.part, m=m, sc=sc, mn=mn,
-        index=index, high=high,
+        high=high, **others,
+    )  # fmt: skip
+
+
+def dequantised_packed(
+    storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None, size: int,
+    dtype: torch.dtype, **others: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """`dequantised` of a weight in any form of storage; None: of GGUF's blocks as stored.
+
+    Operands: as of `linear_packed_silu_and_mul`. others: index, factor and out of `dequantised`.
+    """
+    if scale is None:
+        of, planes = check_gguf(weight, storage, size)
+        return dequantised_gguf(of, planes_of(of, adjacent(weight), size), size, dtype, **others) if planes else None
+    scale = adjacent(scale)
+    if storage == "fp8":
+        height, width = block_shape(weight, scale)
+        codes = adjacent(weight).view(torch.uint8)
+        return dequantised(codes, size, dtype, scale, bits=8, floats=True, d_rows=height, d_columns=width, **others)
+    bits, group = int(storage[3:]), group_size(size, scale)
+    if zero is not None and zero.stride(1) != 1:
+        zero = zero.contiguous()
+    return dequantised(
+        adjacent(weight), size, dtype, scale, bits=bits, zero=1 << bits - 1 if zero is None else zero,
+        d_columns=group, part=group, **others,
     )  # fmt: skip

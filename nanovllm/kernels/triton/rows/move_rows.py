@@ -1,5 +1,7 @@
 """Moving rows: new keys and values into the paged KV cache, and rows out of the embedding table."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -10,6 +12,12 @@ from nanovllm.kernels.triton.device_math import to_dtype
 from nanovllm.kernels.triton.early_start import can_launch_early
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, next_power_of_2, warps_for
 from nanovllm.kernels.triton.rows.plans import POLICY
+
+
+@functools.cache
+def converts_to_fp8(device: torch.device) -> bool:
+    """Whether a device has instructions for 8-bit floats: compute capability 8.9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit
