@@ -87,6 +87,6 @@ def _log(counts: Counter[int], refused: int, nbytes: int, experts: bool) -> None
     steps = "; ".join(f"{count} in steps of {start} tokens or more" for start, count in sorted(counts.items()))
     others = [f"{refused} of other shapes"] * bool(refused) + ["experts"] * experts
     logger.info(
-        'prompt_activations="fp8": quantised weights are rounded to fp8, as activations are: %s; they share %.1f MB%s',
+        'prompt_activations="fp8": quantised weights are multiplied in fp8: %s; those that are rounded share %.1f MB%s',
         steps, nbytes / 1e6, f"; {' and '.join(others)} are multiplied as before" if others else "",
     )  # fmt: skip
