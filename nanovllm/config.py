@@ -144,7 +144,7 @@ class EngineConfig:
                 raise ValueError(f"{name}={value!r}: {remedy}")
         if self.prompt_activations == "fp8" and not self.activation_quantization:
             raise ValueError(
-                'prompt_activations="fp8" contradicts activation_quantization=False; leave out one of them'
+                "prompt_activations='fp8' contradicts activation_quantization=False; leave out one of them"
             )
 
 

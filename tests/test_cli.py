@@ -102,6 +102,11 @@ def test_what_a_user_can_mend_is_one_line(tmp_path):
         (("--model", str(tmp_path)), "holds no config.json"),
         (("--model", str(tmp_path / "tiny")), "holds no tokenizer"),
         (("--dtype", "bf"), "--dtype='bf': must be one of auto"),
+        (("--prompt-activations", "int8"), "--prompt-activations='int8': must be one of auto, fp8"),
+        (
+            ("--prompt-activations", "fp8", "--device", "cpu"),
+            "--prompt-activations='fp8': needs a GPU with fp8 tensor cores",
+        ),
         (("--cpu-activations", "int4"), "--cpu-activations='int4': must be one of float32, int8, bfloat16"),
         (("--expand-small-weights", "on"), "--expand-small-weights='on': must be one of auto, off"),
         (("--max-tokens", "0"), "--max-tokens=0: must be at least 1\n"),

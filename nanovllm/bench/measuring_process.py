@@ -76,10 +76,11 @@ def dtypes_of(job: Job) -> tuple[str, ...]:
         config = json.loads(path.read_text())
     device = torch_device(job)
     if device.type == "cuda":
-        fp8 = job.options.get("quantization") == "fp8" or _stores_fp8(config.get("quantization_config") or {})
+        fp8 = "fp8" in (job.options.get("quantization"), job.options.get("prompt_activations")) or _stores_fp8(
+            config.get("quantization_config") or {}
+        )
         switches = ("activation_quantization", "use_custom_kernels")
         fp8 = fp8 and not any(job.options.get(name) is False for name in switches)
-        fp8 = fp8 or job.options.get("prompt_activations") == "fp8"
         fp8 = fp8 or job.options.get("dtype") == "float8"
         return tuple(sorted((*_DTYPES, "float8") if fp8 and has_fp8_products(device) else _DTYPES))
     named = job.options.get("dtype") or config.get("dtype") or config.get("torch_dtype")

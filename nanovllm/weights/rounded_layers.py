@@ -42,9 +42,9 @@ def round_layers(
     experts = any(isinstance(module, StackedMatrices) for module in model.modules())
     if not found:
         raise ValueError(
-            'prompt_activations="fp8": the layers have no quantised weights'
+            "prompt_activations='fp8': the layers have no quantised weights"
             + (" but those of experts, which it does not change" if experts else "")
-            + '; pass quantization="int4" or a quantised checkpoint, or leave the argument out'
+            + "; pass quantization='int4' or a quantised checkpoint, or leave the argument out"
         )
     device = found[0][1].planes[0].device
     buffer = torch.empty(max(rounded_bytes(weight) for _, weight in found), dtype=torch.uint8, device=device)
@@ -74,10 +74,8 @@ def _why_not(form: PackedWeight, kernels: Kernels, num_tokens: int) -> str:
     accepts = kernels.provider(_OP).accepts
     x = torch.empty((), dtype=form.dtype, device=weight.device).expand(num_tokens, weight.shape[1])
     reason = accepts and accepts(x, weight, scale)
-    return (
-        f'prompt_activations="fp8": no quantised weight can be multiplied so: {reason or f"{_OP} does not take it"};'
-        " leave the argument out"
-    )
+    reason = reason or f"{_OP} does not take it"
+    return f"prompt_activations='fp8': no quantised weight can be multiplied so: {reason}; leave the argument out"
 
 
 def _log(counts: Counter[int], refused: int, nbytes: int, experts: bool) -> None:

@@ -144,6 +144,8 @@ def test_rates_are_measured_in_the_dtypes_that_the_model_may_have(config, option
         ({"quantization": "fp8", "activation_quantization": False}, None, False),
         ({"quantization": "fp8", "use_custom_kernels": False}, None, False),
         ({"quantization": "int8"}, None, False),
+        ({"quantization": "int8", "prompt_activations": "fp8"}, None, True),
+        ({"quantization": "int8", "prompt_activations": "auto"}, None, False),
         ({}, None, False),
     ],
 )

@@ -165,6 +165,7 @@ OTHERS = [
     (record(row(20.0), capture_prefill=False), "no capture_prefill"),
     (record(row(20.0), activation_quantization=False), "no activation_quantization"),
     (record(row(20.0), expand_small_weights="off"), "no expand_small_weights"),
+    (record(row(20.0), prompt_activations="fp8"), "prompt_activations fp8"),
     (record(row(20.0), piggyback_prefill=False), "no piggyback_prefill"),
     (record(row(20.0), piggyback_prefill=True), "piggyback_prefill"),
     (record(row(20.0), max_num_seqs=4), "max_num_seqs 4"),

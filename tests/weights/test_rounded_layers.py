@@ -8,14 +8,16 @@ import torch.nn as nn
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.engine.fast.paths import FastPaths
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
-from nanovllm.kernels import all_ops
+from nanovllm.kernels import all_ops, resolve_kernels
 from nanovllm.kernels.op.expansion_plan import ANY, ExpansionPlan, ExpansionRule
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.stored_matrices import Fp8Matrix
 from tests import tiny
 from tests.engine.fast.replayed import ReplayedFunctions
+from tests.native import NATIVE
 from tests.providers import registered
 from tests.weights.quantised_files import FORMATS, write
 from tests.weights.test_quantised_checkpoints import GREEDY, MOE, OPTIONS, prompts
@@ -162,7 +164,7 @@ def test_experts_and_the_head_are_left_alone(tmp_path, caplog):
 
 def test_what_cannot_be_done_is_an_error_that_names_the_argument(tmp_path):
     tiny.save(tmp_path / "floats", "qwen3", hidden_size=128, intermediate_size=256, head_dim=32)
-    with pytest.raises(ValueError, match='prompt_activations="fp8": the layers have no quantised weights; pass quant'):
+    with pytest.raises(ValueError, match="prompt_activations='fp8': the layers have no quantised weights; pass quant"):
         started(tmp_path / "floats")
     tiny.save(tmp_path / "odd", "qwen3", hidden_size=128, intermediate_size=256, head_dim=32)
     priority = {name: ["native"] for name in all_ops()} | {OP: ["mine"]}
@@ -178,15 +180,39 @@ def test_what_cannot_be_done_is_an_error_that_names_the_argument(tmp_path):
 def test_on_a_cpu_it_is_refused_before_anything_is_loaded(tmp_path):
     write(tmp_path, FORMATS["awq"])
     for options in ({}, dict(use_custom_kernels=False)):
-        with pytest.raises(ValueError, match='prompt_activations="fp8": needs a GPU with fp8 tensor cores, not a CPU'):
+        with pytest.raises(ValueError, match="prompt_activations='fp8': needs a GPU with fp8 tensor cores, not a CPU"):
             LLM(str(tmp_path), prompt_activations="fp8", **OPTIONS, **options)
+
+
+def test_what_a_gpu_needs(monkeypatch):
+    """At which number of tokens it begins, or why it does not."""
+    with registered(OP, all_ops()[OP].native):
+        kernels = resolve_kernels(torch.device("cpu"), True, {OP: ["mine"]})
+    asked, gpu, half = EngineConfig("x", prompt_activations="fp8"), torch.device("cuda"), torch.bfloat16
+    for capability, dtype, chosen, said in [
+        (
+            (8, 6),
+            half,
+            kernels,
+            "needs fp8 tensor cores, of compute capability 8.9 or later, not 8.6; use another GPU,",
+        ),
+        ((9, 0), torch.float32, kernels, "needs activations of 16 bits, not float32; pass dtype='bfloat16', or leave"),
+        ((9, 0), half, NATIVE, "needs a kernel for linear_fp8_dynamic, of which the reference was selected"),
+    ]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        with pytest.raises(ValueError, match=f"prompt_activations='fp8': {said}"):
+            FastPaths.fp8_prompt_tokens(asked, chosen, dtype, gpu)
+        assert FastPaths.fp8_prompt_tokens(EngineConfig("x"), chosen, dtype, gpu) is None
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        assert FastPaths.fp8_prompt_tokens(asked, kernels, half, gpu) == 257
 
 
 def test_values():
     for wrong in ("int8", True, None, 8, "FP8"):
         with pytest.raises(ValueError, match=f"prompt_activations={wrong!r}: must be one of auto, fp8"):
             EngineConfig("x", prompt_activations=wrong)
-    with pytest.raises(ValueError, match='prompt_activations="fp8" contradicts activation_quantization=False'):
+    with pytest.raises(ValueError, match="prompt_activations='fp8' contradicts activation_quantization=False"):
         EngineConfig("x", prompt_activations="fp8", activation_quantization=False)
     assert EngineConfig("x", activation_quantization=False).prompt_activations == "auto"
 

@@ -85,7 +85,7 @@ class FastPaths:
         if (least := FastPolicy.of(config).fp8_prompt_tokens) is not None:
             return least
         if (reason := _why_no_fp8_products(kernels, dtype, device)) is not None:
-            raise ValueError(f'prompt_activations="fp8": {reason}, or leave the argument out')
+            raise ValueError(f"prompt_activations='fp8': {reason}, or leave the argument out")
         return MAX_TOKENS + 1
 
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
@@ -226,5 +226,5 @@ def _why_no_fp8_products(kernels: Kernels, dtype: torch.dtype, device: torch.dev
     if dtype == torch.float32:
         return "needs activations of 16 bits, not float32; pass dtype='bfloat16'"
     if kernels.providers["linear_fp8_dynamic"] == NATIVE:
-        return "needs the kernels of linear_fp8_dynamic, of which the reference was selected; use custom kernels"
+        return "needs a kernel for linear_fp8_dynamic, of which the reference was selected; use custom kernels"
     return None

@@ -83,11 +83,11 @@ def packed_to_fp8(
 
     Returns:
         float8_e4m3fn [outputs, size]: dequantised and multiplied in float32, rounded to nearest, ties to even. Beyond
-        448 the largest number is taken.
+        448 the largest number is taken. It has no gradient.
 
     Raises:
         ValueError: as `linear_packed_silu_and_mul`.
     """
     check_storage(storage, scale)
-    values = dequantise_packed(storage, weight, scale, zero, size) * factor[:, None]
+    values = dequantise_packed(storage, weight, scale, zero, size).detach() * factor.detach()[:, None]
     return values.clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
