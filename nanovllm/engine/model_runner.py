@@ -147,7 +147,7 @@ class ModelRunner:
 
     def _build_and_run(self, step: ScheduledStep) -> StepResult:
         """Launch a step whose inputs the host builds and sends."""
-        self.sampler.masks.drain()  # these may be many launches
+        self.sampler.masks.drain()  # many launches may have to wait for the device
         batch = Batch.build(step.parts, self.limits.block_size)
         logits = self.fast.logits(batch)
         prompt: list[PromptLogprobs] = []

@@ -200,9 +200,7 @@ class Sampler:
         """
         if not params.uses_penalties:
             return
-        # Pinned memory for `_to_device` may have to wait for the device, and this thread then keeps the interpreter.
-        # The device may be waiting for masks, whose thread needs the interpreter: so they are finished first.
-        self.masks.drain()
+        self.masks.drain()  # pinned memory for `_to_device` may have to wait for the device
         if self._penalty_state is None:
             shape = (self.max_num_seqs, self.vocab_size)
             output_counts = torch.zeros(shape, dtype=torch.int32, device=self.device)

@@ -32,9 +32,9 @@ class StepBudget:
     full_speed: bool = True
     """Whether a prompt may take all of them. False: prompts are piggybacked, within the two limits below."""
     num_piggybacked: int = 0
-    """Tokens of piggybacked prompts."""
+    """Tokens of prompts that may be piggybacked."""
     num_pieces: int = 0
-    """Prompts of which a piece is piggybacked."""
+    """Prompts of which a piece may be piggybacked."""
 
     def tokens_for(self, missing: int) -> int:
         """How many tokens the step takes of a sequence that has `missing` tokens to compute.

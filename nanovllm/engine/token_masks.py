@@ -108,7 +108,8 @@ class MaskBuilder:
         self._latest = result
 
     def drain(self) -> None:
-        """Wait until nothing fills masks any more. Called before steps of many launches, and after a failure."""
+        """Wait until nothing fills masks any more. Called after a failure, and before what may have to wait for the
+        device, such as many launches: the device may wait for masks, and their thread for the interpreter."""
 
     def make(self, rows: Sequence[ConstrainedRow]) -> TokenMasks:
         """The masks of some rows, on the device. It waits for the tokens of the step before, if the host lacks them."""
