@@ -280,12 +280,12 @@ class LLMEngine:
                 completion.logprobs.append(logprobs.row(row, seq.params.logprobs, request.token_text))
 
     def _read_prompt_logprobs(self, prompt: PromptLogprobs) -> None:
-        found = self._completions.get(prompt.seq)
-        if found is None or found[0].prompt_logprobs is None:
+        request, _ = self._completions.get(prompt.seq, (None, None))
+        if request is None or request.prompt_logprobs is None:
             return
         rows, count = prompt.tensors, prompt.seq.params.prompt_logprobs or 0
         for i in range(len(rows.ranks)):
-            found[0].prompt_logprobs[prompt.start + i] = rows.row(i, count, found[0].token_text)
+            request.prompt_logprobs[prompt.start + i] = rows.row(i, count, request.token_text)
 
     def _abandon_running(self, failure: BaseException) -> None:
         """End every sequence that ran or had a step in flight, since nothing that was computed can be trusted.
