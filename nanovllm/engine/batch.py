@@ -68,6 +68,7 @@ class Batch:
         """The batch of a step's parts, or of some of them. Parts of a single token must come first."""
         num_decodes = sum(part.num_tokens == 1 for part in parts)
         tokens = np.empty((3, sum(part.num_tokens for part in parts)), np.int64)
+        token_ids, positions, kv_slots = tokens
         max_blocks = max(-(-(p.start + p.num_tokens) // block_size) for p in parts)
         block_table = np.zeros((len(parts), max_blocks), np.int32)
         context_lens = np.empty(num_decodes, np.int32)
@@ -77,19 +78,20 @@ class Batch:
         row = 0
         for i, part in enumerate(parts):
             seq, start, n = part.seq, part.start, part.num_tokens
-            table = seq.block_table[: -(-(start + n) // block_size)]
+            end = start + n
+            table = seq.block_table[: -(-end // block_size)]
             block_table[i, : len(table)] = table
             if n == 1:
                 pending = start >= len(seq.token_ids)
-                tokens[0, row] = -1 - part.seq_slot if pending else seq.token_ids[start]
-                tokens[1, row] = start
-                tokens[2, row] = kv_slot(table[-1], start, block_size)
-                context_lens[i] = start + 1
+                token_ids[row] = -1 - part.seq_slot if pending else seq.token_ids[start]
+                positions[row] = start
+                kv_slots[row] = kv_slot(table[-1], start, block_size)
+                context_lens[i] = end
             else:
-                positions = np.arange(start, start + n)
-                tokens[0, row : row + n] = seq.token_ids[start : start + n]
-                tokens[1, row : row + n] = positions
-                tokens[2, row : row + n] = kv_slot(block_table[i, positions // block_size], positions, block_size)
+                run, places = np.arange(start, end), slice(row, row + n)
+                token_ids[places] = seq.token_ids[start:end]
+                positions[places] = run
+                kv_slots[places] = kv_slot(block_table[i, run // block_size], run, block_size)
             row += n
             if seq.params.prompt_logprobs is not None and start < seq.prompt_len:
                 prompt_rows.append(PromptRows(part, len(logits_rows), min(n, seq.prompt_len - 1 - start)))

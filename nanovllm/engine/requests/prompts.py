@@ -135,7 +135,7 @@ class PromptReader:
             self.check_ids(array)
             return array.tolist()
         try:
-            if isinstance(prompt, (bytes, bytearray, Set)) or array.dtype.kind == "b":
+            if isinstance(prompt, (bytes, bytearray, Set)) or array.dtype.kind == "b":  # Python's integers, but no ids
                 raise TypeError
             token_ids = [int(t.__index__()) for t in prompt]
         except (TypeError, AttributeError):
