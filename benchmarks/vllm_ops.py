@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.needs import need_vllm
 from nanovllm.models.model_presets import preset
 
 Call = Callable[[], Any]
@@ -268,6 +269,7 @@ class Cases:
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    need_vllm(gpu=args.device == "cuda")
     import vllm
 
     import nanovllm.kernels  # noqa: F401  registers torch.ops.nanovllm

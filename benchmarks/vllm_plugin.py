@@ -30,6 +30,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+from benchmarks.needs import need_vllm
 from benchmarks.turns import Peer, serve, stop_on_signals
 from nanovllm.bench.engines.engine_interface import model_directory
 from nanovllm.bench.job import Job
@@ -146,6 +147,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.serve:
         serve(VllmProcess(args.serve[0], float(args.serve[1]), *args.serve[2:]).answer)
         return 0
+    need_vllm()
     end = time.perf_counter() + args.budget
     variants = args.variants.split()
     stop_on_signals()
@@ -275,6 +277,8 @@ def show_gpu(rows: list[dict[str, Any]]) -> None:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
     print("| workload | NANOVLLM_VLLM | tokens/s | of the first | quartiles | rounds |\n|---|---|---|---|---|---|")
     for row in rows:
         low, high = row["quartiles"]

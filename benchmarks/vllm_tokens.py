@@ -20,6 +20,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.needs import need_vllm
+
 CLOSE = {"bfloat16": 0.15, "float16": 0.05}
 """Difference of log-probabilities of two tokens that are as right: bfloat16 logits of about 16 are 1/16 apart."""
 CONFIG: dict[str, Any] = dict(
@@ -119,6 +121,7 @@ def main() -> int:
     if args.run:
         run(*args.run)
         return 0
+    need_vllm()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), args.dtype)
         started = []

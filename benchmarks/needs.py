@@ -1,0 +1,24 @@
+"""What a script needs, looked at before it starts anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import torch
+
+IN_ITS_ENVIRONMENT = "run this in vLLM's environment, with nanovllm in it (docs/adapters.md#vllm says how)"
+
+
+def need_vllm(remedy: str = IN_ITS_ENVIRONMENT, gpu: bool = True) -> None:
+    """End the program with a sentence if vLLM is not in this environment, or as `need_gpu` does."""
+    if importlib.util.find_spec("vllm") is None:
+        sys.exit(f"vllm is not installed here; {remedy}")
+    if gpu:
+        need_gpu()
+
+
+def need_gpu(remedy: str = "run this on a machine with one") -> None:
+    """End the program with a sentence if there is no GPU."""
+    if not torch.cuda.is_available():
+        sys.exit(f"this machine has no CUDA device, and vLLM is measured on one; {remedy}")

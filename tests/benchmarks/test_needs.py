@@ -1,0 +1,57 @@
+"""Scripts that measure vLLM end with a sentence where vLLM or a GPU is missing, before they start anything."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import needs, vllm_ops, vllm_plugin, vllm_tokens
+
+NOT_INSTALLED = "vllm is not installed here; run this in vLLM's environment, with nanovllm in it"
+
+
+def ended(call, *args, **kwargs):
+    with pytest.raises(SystemExit) as end:
+        call(*args, **kwargs)
+    return str(end.value)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that says whether vLLM and a GPU seem to be there."""
+
+    def make(vllm, gpu):
+        found = importlib.util.find_spec
+        monkeypatch.setattr(
+            needs.importlib.util, "find_spec", lambda name: vllm or None if name == "vllm" else found(name)
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+
+    return make
+
+
+def test_what_is_missing_is_named(machine):
+    machine(vllm=False, gpu=True)
+    assert ended(needs.need_vllm).startswith(NOT_INSTALLED)
+    assert ended(needs.need_vllm, "do that").endswith("here; do that")
+    machine(vllm=True, gpu=False)
+    assert ended(needs.need_vllm).startswith("this machine has no CUDA device, and vLLM is measured on one; run")
+    needs.need_vllm(gpu=False)
+    machine(vllm=True, gpu=True)
+    needs.need_vllm()
+
+
+@pytest.mark.parametrize("script", [vllm_plugin, vllm_ops, vllm_tokens])
+def test_nothing_starts_without_vllm(machine, monkeypatch, capsys, script):
+    machine(vllm=False, gpu=True)
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+    monkeypatch.setattr(sys, "argv", ["script"])
+    assert ended(script.main).startswith(NOT_INSTALLED)
+    assert capsys.readouterr().out == ""
+
+
+def test_an_empty_table_is_not_shown(capsys):
+    vllm_plugin.show([])
+    assert capsys.readouterr().out == ""
