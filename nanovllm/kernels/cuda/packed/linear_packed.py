@@ -1,7 +1,7 @@
 """The ops `linear_int4`, `linear_int8` and `linear_gguf`, and those that combine them with what follows.
 
-The kernels take up to 16 tokens, of int4 on Hopper 128, and weights that they can read 16 bytes at a time: see
-`kernel_weight`. 8-bit floats have a kernel of their own, and all other calls go to the provider `triton`.
+The kernels take up to 16 tokens, of int4 on Hopper 128 or, in two parts, 256, and weights that they can read 16 bytes
+at a time: see `kernel_weight`. 8-bit floats have a kernel of their own; all other calls go to the provider `triton`.
 """
 
 from __future__ import annotations
@@ -114,16 +114,21 @@ def plan_of(w: KernelWeight, x: torch.Tensor, rows: int, tokens: int, gated: boo
 
 def run_product(
     x: torch.Tensor, w: KernelWeight, bias: torch.Tensor | None, gated: bool = False, sums: bool = False,
-    plan: PackedCudaPlan | None = None,
+    plan: PackedCudaPlan | None = None, y: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows]. plan: replaces the one made."""
+    """[tokens, rows]; gated: [tokens, rows / 2]; sums: float32 [splits, tokens, rows].
+
+    Args:
+        plan: replaces the one made.
+        y: where the product is written; not with sums.
+    """
     x, stride, tokens = _tokens_of(x)
     rows = w.codes.shape[0]
     plan = plan or plan_of(w, x, rows, tokens, gated, sums)
     numbers, splits = _numbers(x, stride, w, tokens, plan, rows, gated, sums)
     if sums:
         y = torch.empty((splits, tokens, rows), dtype=torch.float32, device=x.device)
-    else:
+    elif y is None:
         y = torch.empty((tokens, rows // (1 + gated)), dtype=x.dtype, device=x.device)
     product_kernel(x.device)(w.storage, x, w.codes, w.scale, w.zero, adjacent(bias), y, numbers)
     return y
@@ -201,10 +206,37 @@ def _product(
 ) -> torch.Tensor:  # fmt: skip
     if bias is not None and bias.dtype != x.dtype:
         raise ValueError(f"bias: expected {x.dtype}, as x, not {bias.dtype}")
-    w = kernel_weight(x, storage, weight, scale, zero)
-    if w is None:
-        return otherwise(x, weight, *arguments, bias)
-    return run_product(x, w, bias).view(*x.shape[:-1], weight.shape[0])
+    parts = _parts(x, storage, weight, scale, zero)
+    return _joined(x, parts, bias) if parts else otherwise(x, weight, *arguments, bias)
+
+
+Part = tuple[torch.Tensor, KernelWeight]
+"""Some of the tokens, and the weight that a kernel multiplies with them."""
+
+
+def _parts(
+    x: torch.Tensor, storage: str, weight: torch.Tensor, scale: torch.Tensor | None, zero: torch.Tensor | None,
+    sums: bool = False,
+) -> list[Part]:  # fmt: skip
+    """All tokens of x, or the first `WIDE_TOKENS` and the rest: 129 to 256 tokens of int4 on Hopper are two products.
+
+    Empty: another provider takes this call.
+    """
+    size = x.shape[-1]
+    xs = [x]
+    if storage == "int4" and size and WIDE_TOKENS < x.numel() // size <= 2 * WIDE_TOKENS and _has_wide(x.device):
+        xs = list(x.reshape(-1, size).split(WIDE_TOKENS))
+    ws = [kernel_weight(part, storage, weight, scale, zero, sums) for part in xs]
+    return [(part, w) for part, w in zip(xs, ws) if w is not None] if None not in ws else []
+
+
+def _joined(x: torch.Tensor, parts: list[Part], bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:
+    """[..., rows]; gated: [..., rows / 2]."""
+    width = parts[0][1].codes.shape[0] // (1 + gated)
+    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    for (part, w), of_part in zip(parts, y.view(-1, width).split(WIDE_TOKENS), strict=True):
+        run_product(part, w, bias, gated, y=of_part)
+    return y
 
 
 def linear_int4(
@@ -279,10 +311,10 @@ def linear_packed_silu_and_mul(
     """The op `linear_packed_silu_and_mul`."""
     if storage == "fp8" and scale is not None and _takes_fp8(x, weight, gated=True):
         return linear_fp8.fp8_product(x, weight, scale, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
-    w = kernel_weight(x, storage, weight, scale, zero)
-    if w is None:
+    parts = _parts(x, storage, weight, scale, zero)
+    if not parts:
         return silu_and_mul(packed_products.packed_product(x, storage, weight, scale, zero)[0])
-    return run_product(x, w, None, gated=True).view(*x.shape[:-1], weight.shape[0] // 2)
+    return _joined(x, parts, None, gated=True)
 
 
 def linear_packed_add_rms_norm(
@@ -292,12 +324,13 @@ def linear_packed_add_rms_norm(
     """The op `linear_packed_add_rms_norm`: blocks leave sums, and one more kernel adds them and norms."""
     if storage == "fp8" and scale is not None and _takes_fp8(x, weight):
         return sum_add_rms_norm(linear_fp8.fp8_product(x, weight, scale, sums=True), bias, residual, norm_weight, eps)
-    w = kernel_weight(x, storage, weight, scale, zero, sums=True)
-    if w is None:
+    parts = _parts(x, storage, weight, scale, zero, sums=True)
+    if not parts:
         return packed_products.linear_packed_add_rms_norm(
             x, storage, weight, scale, zero, residual, norm_weight, eps, bias
         )
-    return sum_add_rms_norm(run_product(x, w, None, sums=True), bias, residual, norm_weight, eps)
+    sums = [run_product(part, w, None, sums=True) for part, w in parts]
+    return sum_add_rms_norm(sums, bias, residual, norm_weight, eps)
 
 
 # `num_tokens` of the providers: with other numbers of tokens, layers call the separate ops.
@@ -309,7 +342,7 @@ def num_tokens_linear_packed_silu_and_mul(weight: torch.Tensor) -> range:
     """
     if weight.dtype != torch.uint8:
         return linear_fp8.num_tokens_gated(weight)
-    return range(1, (WIDE_TOKENS if _has_wide(weight.device) else MAX_TOKENS) + 1)
+    return range(1, (2 * WIDE_TOKENS if _has_wide(weight.device) else MAX_TOKENS) + 1)
 
 
 num_tokens_linear_packed_add_rms_norm = packed_products.num_tokens_linear_packed_add_rms_norm

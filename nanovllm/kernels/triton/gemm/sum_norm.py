@@ -1,5 +1,7 @@
 """Adds the sums that a split product left, then the residual, and norms the result: one program a token."""
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -43,19 +45,31 @@ def sum_norm_kernel(
 
 
 def sum_add_rms_norm(
-    parts: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
+    sums: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm_weight: torch.Tensor,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the total, total = residual + bias + sum of parts [splits, num_tokens, size]), rounded as `add_rms_norm`
-    rounds. Both are [num_tokens, size].
+    """(norm of the total, total = residual + bias + sum of what splits left), rounded as `add_rms_norm` rounds. Both
+    are [num_tokens, size].
+
+    Args:
+        sums: [splits, num_tokens, size]; or several such, of tokens one after the other, each with splits of its own.
     """
-    splits, num_tokens, size = parts.shape
+    sums = [sums] if isinstance(sums, torch.Tensor) else sums
     residual = residual.contiguous()
     norm_weight, bias = adjacent(norm_weight), adjacent(bias)
     y, new_residual = torch.empty_like(residual), torch.empty_like(residual)
+    size = residual.shape[-1]
     block = next_power_of_2(size)
-    sum_norm_kernel[(num_tokens,)](
-        parts, residual if bias is None else bias, residual, norm_weight, y, new_residual, num_tokens, eps,
-        SIZE=size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, num_warps=warps_for(block, 8),
-        launch_pdl=are_constant(norm_weight, bias),
-    )  # fmt: skip
+    counts = [parts.shape[1] for parts in sums]
+    rows = (whole.view(-1, size).split(counts) for whole in (residual, y, new_residual))
+    for parts, before, normed, total in zip(sums, *rows, strict=True):
+        splits, num_tokens, _ = parts.shape
+        sum_norm_kernel[(num_tokens,)](
+            parts, before if bias is None else bias, before, norm_weight, normed, total, num_tokens, eps,
+            SIZE=size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, num_warps=warps_for(block, 8),
+            launch_pdl=are_constant(norm_weight, bias),
+        )  # fmt: skip
     return y, new_residual
