@@ -97,6 +97,7 @@ def test_a_projection_after_a_norm_takes_the_copy(tokens):
     del layer.weight
     layer.weight = PackedWeight([MATRICES["int4"](64)], torch.float32, kernels)
     norm = RMSNorm(COLUMNS, 1e-6, kernels).requires_grad_(False)
+    norm.weight.uniform_(0.5, 1.5)
     x, residual = torch.randn(2, tokens, COLUMNS, generator=torch.Generator().manual_seed(7))
     want, total = layer.after_norm(ResidualStream(x.clone(), residual.clone()), norm)
     layer.weight.expand_for(range(3, 4))
