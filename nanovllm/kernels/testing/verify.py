@@ -17,6 +17,7 @@ from nanovllm.kernels.op.inputs import Arguments, Inputs, Shape, Tensors, copy_o
 from nanovllm.kernels.op.provider import KernelError, Provider
 from nanovllm.kernels.op.result_check import result_name, unlike_results, unlike_tensor
 from nanovllm.kernels.testing.crash_report import what_failed
+from nanovllm.kernels.testing.masked_loads import MaskedLoads
 from nanovllm.kernels.testing.memory_guard import MemoryGuard
 from nanovllm.kernels.testing.race_watch import race_watch
 from nanovllm.wording import are
@@ -135,7 +136,23 @@ def _led(case: Case, inputs: Inputs) -> Case:
 
 
 def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -> Verdict:
-    """Run one case and compare results, written arguments and surroundings with what they should be."""
+    """Run one case and compare results, written arguments and surroundings with what they should be.
+
+    In Triton's interpreter, elements that a masked load leaves out are NaN unless the kernel gives `other`.
+    """
+    loads = MaskedLoads()
+    verdict = _verify(declared, provider, device, case, loads)
+    if verdict.failure is None or not loads.places:
+        return verdict
+    plain = _verify(declared, provider, device, case, MaskedLoads(only=()))
+    if plain.failure is not None:
+        return plain
+    used = (p for p in loads.places if _verify(declared, provider, device, case, MaskedLoads(only=[p])).failure)
+    what = f"used elements that a masked load leaves out{next(used, '')}"
+    return dataclasses.replace(verdict, failure=f"{what}: on a GPU they may hold anything; give the load `other=`")
+
+
+def _verify(declared: Op, provider: Provider, device: torch.device, case: Case, loads: MaskedLoads) -> Verdict:
     arguments = case.arguments(declared, device)
     bound = declared.bind(arguments)
     try:
@@ -154,7 +171,7 @@ def verify(declared: Op, provider: Provider, device: torch.device, case: Case) -
     given = guard.surrounded(arguments)
     bound = declared.bind(given)
     try:
-        with guard, race_watch() as watch:
+        with guard, race_watch() as watch, loads:
             got = provider.fn(*bound.args, **bound.kwargs)
         damage = guard.check()
     except Exception as e:
