@@ -7,6 +7,7 @@ import pytest
 
 import bench
 from nanovllm.bench.command_line import MEANT, check_drawing, check_installed, check_model
+from nanovllm.kernels.op import availability
 from nanovllm.kernels.op.registry import temporary
 from tests.commands import Terminal
 
@@ -74,8 +75,31 @@ def test_a_plugin_of_which_nothing_runs_on_this_cpu_is_refused_with_its_reasons(
     with temporary():
         assert bench.main([*common, "--kernel-plugin", str(file)]) == 2
     captured = capfd.readouterr()
-    said = "it has no kernel that can run here: rms_norm, elsewhere: it needs a GPU; plug one in"
+    said = "it has no kernel that can be measured here: rms_norm, elsewhere: it needs a GPU; plug one in"
     assert captured.err == f"bench.py: --kernel-plugin {file}: {said}\n" and not captured.out
+
+
+@pytest.mark.parametrize("interprets", [False, True])
+def test_a_triton_kernel_is_not_measured_on_a_cpu(interprets, tiny_qwen3, tmp_path, capfd, monkeypatch):
+    """With the variable TRITON_INTERPRET Triton's interpreter would run it, for minutes."""
+    monkeypatch.setattr(availability, "triton_support", lambda device: None if interprets else "no GPU")
+    file = tmp_path / "theirs.py"
+    file.write_text(
+        "from nanovllm.kernels import rms_norm, silu_and_mul\n"
+        "from nanovllm.kernels.op.availability import triton_support\n"
+        "@rms_norm.provider('theirs', support=triton_support)\n"
+        "def theirs(x, weight, eps):\n    return x\n"
+    )
+    common = ["--model", str(tiny_qwen3), "--device", "cpu", "--in-process", "--workload", "tiny", "--no-profile"]
+    with temporary():
+        assert bench.main([*common, "--kernel-plugin", str(file)]) == 2
+        with open(file, "a") as more:
+            more.write("@silu_and_mul.provider('other')\ndef other(gate_up):\n    return gate_up\n")
+        assert not interprets or bench.main([*common, "--kernel-plugin", str(file)]) == 2
+    said = f"bench.py: --kernel-plugin {file}: it has no kernel that can be measured here: rms_norm, theirs: Triton"
+    captured = capfd.readouterr()
+    assert captured.err.startswith(said) and "`nanovllm kernels verify`" in captured.err and not captured.out
+    assert not interprets or f"{file}: it cannot be measured here: rms_norm, theirs: Triton" in captured.err
 
 
 def test_a_peer_that_is_not_installed_is_refused_before_anything_is_measured(tiny_qwen3, tmp_path, capfd, monkeypatch):

@@ -114,6 +114,24 @@ def test_kernels_verify_finds_a_wrong_kernel(tmp_path):
     assert 0 < worst["right"] < 1 < worst["wrong"]
 
 
+def test_kernels_verify_shows_the_largest_errors_first(tmp_path):
+    """An infinite result is an infinite error, not the largest number there is."""
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(
+        "from nanovllm.kernels import softmax\n\n"
+        "@softmax.provider('wrong')\ndef wrong(x):\n"
+        "    y = x.softmax(-1) * (1 + 0.1 * x.shape[-1])\n"
+        "    return y / 0 if x.shape[-1] == 1025 else y\n"
+    )
+    options = "--provider wrong --quick --timeout 0 --seed 0".split()
+    done = run_here("kernels", "verify", "softmax", "--kernel-plugin", str(plugin), *options)
+    lines = done.stdout.splitlines()
+    assert re.search(r"^softmax +wrong +\d+ +\d+ +inf +\d+ wrong$", lines[2]), done.stdout
+    assert lines[3].startswith("  1x1025 ") and "inf instead of" in done.stdout
+    shown = [float(e) for e in re.findall(r": error (\S+) times", " ".join(done.stdout.split()))]
+    assert len(shown) > 2 and shown == sorted(shown, reverse=True)
+
+
 def test_kernels_verify_says_which_cases_failed_without_a_result(tmp_path):
     (tmp_path / "plugin.py").write_text(
         "import torch\nfrom nanovllm.kernels import softmax\n\n"
@@ -236,6 +254,12 @@ def test_bench_says_on_a_terminal_what_it_times():
 def test_what_is_wrong_is_said_with_its_remedy(line, said):
     done = run_here(*line.split())
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("line", ["generate x", "chat"])
+def test_a_gpu_that_is_not_here_is_said_before_anything_is_loaded(line):
+    done = run_here(*line.split(), "--device", "cuda:99", terminal=True)
+    assert done.returncode == 1 and "--device='cuda:99'" in done.stderr and "Loading" not in done.stderr
 
 
 def test_device_says_that_no_gpu_is_here(monkeypatch):

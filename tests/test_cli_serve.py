@@ -73,6 +73,13 @@ def test_bad_input_is_named(args, said):
     assert isinstance(done.exception, ValueError) and said in str(done.exception)
 
 
+def test_a_gpu_that_is_not_here_is_said_before_anything_is_loaded(tmp_path, capfd):
+    command = f"serve {tmp_path} --device cuda:99 --port 0"
+    done = CliRunner().invoke(app, command.split())
+    assert isinstance(done.exception, ValueError) and "cuda:99" in str(done.exception)
+    assert "Loading" not in capfd.readouterr().err + done.output
+
+
 def test_the_name_of_a_local_model_is_the_last_part_of_its_path(tmp_path, monkeypatch):
     (tmp_path / "some-model").mkdir()
     (tmp_path / "some.gguf").touch()

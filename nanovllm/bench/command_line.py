@@ -84,20 +84,33 @@ def check_plugins(args: argparse.Namespace, engines: list[str]) -> None:
 
 
 def check_plugins_run_on_cpu(plugins: list[str]) -> None:
-    """Raise a ValueError with the reasons if a plugin cannot be loaded, or none of its kernels runs on a CPU."""
+    """Raise a ValueError with the reasons if a plugin cannot be loaded, none of its kernels runs on a CPU, or one would
+    run in Triton's interpreter, whose time says nothing.
+    """
     import torch
 
     from nanovllm.kernels import load_plugins
+    from nanovllm.kernels.op.availability import is_triton_support
     from nanovllm.kernels.op.plugin_use import NOTHING_REGISTERED, registered_by
+    from nanovllm.kernels.testing.compare import TIMED_ON_A_GPU
     from nanovllm.kernels.testing.plugin_check import reject_crashing
 
     reject_crashing(plugins)
     for plugin in load_plugins(plugins):
         found = registered_by(plugin)
-        reasons = {f"{o.name}, {p.name}: {why}": why for o, p in found if (why := p.support(torch.device("cpu")))}
-        if len(reasons) == len(found):
+        cpu = torch.device("cpu")
+        interpreted = [p for _, p in found if is_triton_support(p.support) and p.support(cpu) is None]
+        reasons = {
+            f"{o.name}, {p.name}: {why}": why
+            for o, p in found
+            if (why := TIMED_ON_A_GPU if is_triton_support(p.support) else p.support(cpu))
+        }
+        if interpreted or len(reasons) == len(found):
             why_not = "; ".join(reasons) or NOTHING_REGISTERED
-            raise ValueError(f"--kernel-plugin {plugin}: it has no kernel that can run here: {why_not}")
+            what = (
+                "has no kernel that can be measured here" if len(reasons) == len(found) else "cannot be measured here"
+            )
+            raise ValueError(f"--kernel-plugin {plugin}: it {what}: {why_not}")
 
 
 def check_installed(engines: Iterable[str], paths: Mapping[str, str]) -> None:

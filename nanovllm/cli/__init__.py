@@ -15,7 +15,7 @@ from nanovllm.cli.command_group import CommandGroup, errors_of_usage_folded
 from nanovllm.cli.foreign_options import EngineCommand
 from nanovllm.cli.number_options import MaxModelLen
 from nanovllm.cli.option_records import takes_records
-from nanovllm.console import INTERRUPTED, StatusLine, run_program, say, show_warnings
+from nanovllm.console import INTERRUPTED, StatusLine, import_torch, run_program, say, show_warnings
 from nanovllm.environment import warn_of_misspelt
 from nanovllm.garbage_collector import collector_off
 
@@ -184,6 +184,11 @@ class _Engine:
 
     def load(self) -> LLM:
         """The model, with a line that says that it is being loaded."""
+        if self.device not in ("auto", "cpu"):  # else PyTorch is imported below, while the line is shown
+            import_torch()
+            from nanovllm.hardware.devices import check_device
+
+            check_device(self.device)
         status = StatusLine()
         status.show(f"Loading {self.model or 'the default model'} ...", timed=True)
         try:

@@ -146,12 +146,14 @@ def _verdicts(
 
 
 def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
+    """A row of the table. Failures: first those without numbers, then the largest errors."""
+    failed = sorted((v for v in verdicts if v.failure), key=lambda v: -(v.error or math.inf))
     return {
         "seed": seed,
         "cases": sum(v.skipped is None for v in verdicts),
         "skipped": sum(v.skipped is not None for v in verdicts),
         "worst_error_over_tolerance": max((v.error for v in verdicts), default=0.0),
-        "failures": [f"{v.case}: {v.failure}" for v in verdicts if v.failure],
+        "failures": [f"{v.case}: {v.failure}" for v in failed],
         "raised": sum(v.raised for v in verdicts),
     }
 

@@ -22,7 +22,7 @@ from nanovllm.cli.serve_options import (
     ReportOptions,
 )
 from nanovllm.cli.serve_ray_options import RayOptions
-from nanovllm.console import StatusLine, erased_line, working
+from nanovllm.console import StatusLine, erased_line, import_torch, working
 from nanovllm.log_format import JsonFormatter, say_as_log
 from nanovllm.weights.model_path import check_model_path, path_of
 from nanovllm.wording import counted
@@ -72,6 +72,11 @@ def serve(
     listener = Listener(model.host, model.port, access.tls())
     options = _serve_options(names, limits, access, chat, reports)
     if ray.replicas is None:
+        if config.device not in ("auto", "cpu"):
+            import_torch()
+            from nanovllm.hardware.devices import check_device
+
+            check_device(config.device)  # before anything says that the model is being loaded
         _run(config, options, listener, process, reports)
     else:
         _run_replicas(config, options, listener, ray, reports)

@@ -21,6 +21,12 @@ def cuda_devices(count: int) -> str:
     return f"this machine has {counted(count, 'CUDA device')}"
 
 
+def check_device(name: str) -> None:
+    """A ValueError if this machine does not have the device that a `device` argument names. No GPU is used."""
+    if name != "auto":
+        _device(name)
+
+
 def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
     """The device that a `device` argument names, for one of several ranks; a ValueError if this machine does not have
     it.
@@ -38,6 +44,14 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
         )
     if name == "auto":
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = _device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _device(name: str) -> torch.device:
+    """The device with that name; a ValueError if this machine does not have it."""
     try:
         device = torch.device(name)
     except RuntimeError as e:
@@ -49,5 +63,4 @@ def select_device(name: str, rank: int = 0, num_ranks: int = 1) -> torch.device:
         if (device.index or 0) >= count:
             raise ValueError(f"device={name!r}: {cuda_devices(count)}; use 'auto' or 'cpu'")
         device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
     return device

@@ -136,9 +136,9 @@ def run(
             for way in usable:
                 tell(f"timing {way.name} at {dim}")
                 rows.append(measure(lesson, way, dim, device, dtype, limit, seed))
-        tell(f"compiling for {model.name}")
         for name in ("cuda", "triton"):
             if name in chosen:
+                tell(f"compiling {name} for {model.name}")
                 listings.append(_listing(lesson, name, dims[-1], compiled_dtype, model))
     except KeyboardInterrupt:
         interrupted = True

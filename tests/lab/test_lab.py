@@ -181,6 +181,12 @@ def test_an_interrupt_keeps_what_is_there(fixed_rates):
     assert result.interrupted and len(result.checks) == 2 and [r.way for r in result.rows] == ["plain"]
 
 
+def test_nothing_is_said_to_be_compiled_where_nothing_is(fixed_rates):
+    said = []
+    run(lesson("gelu"), CPU, sizes=[16], names=["plain", "torch"], tell=said.append)
+    assert "timing torch at 16" in said and not any("compiling" in line for line in said)
+
+
 def test_result_as_json(fixed_rates):
     result = run(lesson("softmax"), CPU, sizes=[24, 8], names=["torch", "cuda", "triton"], gpu="a100", seed=5)
     assert check_names(None) == WAYS

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import warnings
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -35,6 +37,11 @@ def triton_support(device: torch.device) -> str | None:
     if major < 8:
         return f"Triton kernels need compute capability 8.0 or later, this GPU has {major}.{minor}; use native"
     return None
+
+
+def is_triton_support(support: Callable[[torch.device], str | None]) -> bool:
+    """Whether a provider's `support` is `triton_support`: on a CPU, Triton's interpreter runs its kernels if at all."""
+    return inspect.unwrap(support) is inspect.unwrap(triton_support)
 
 
 def refused_by_interpreter(*args: Any, **kwargs: Any) -> str | None:

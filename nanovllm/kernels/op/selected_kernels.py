@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import textwrap
 from collections.abc import Callable, Mapping
 from html import escape
 from types import MappingProxyType
 from typing import Any
 
-from nanovllm.kernels.op.availability import triton_support
+from nanovllm.kernels.op.availability import is_triton_support
 from nanovllm.kernels.op.provider import NATIVE, Provider, add_note
 from nanovllm.wording import counted
 
@@ -74,14 +73,16 @@ class Kernels:
     def interpreted(self) -> list[str]:
         """The ops of Triton kernels that run in Triton's interpreter if the device is a CPU, with their providers."""
         named = ((op, p) for op, (p, _) in self._chosen.items())
-        return [f"{op} ({p.name})" for op, p in named if inspect.unwrap(p.support) is inspect.unwrap(triton_support)]
+        return [f"{op} ({p.name})" for op, p in named if is_triton_support(p.support)]
 
     def name_plugins(self, error: Exception) -> None:
         """Below an error's message, name the plugins that run: a wrong shape or dtype of theirs may be the cause."""
-        foreign = [f"{op} by {p.name}, of {p.origin}" for op, (p, _) in self._chosen.items() if p.origin is not None]
+        foreign = [(op, p) for op, (p, _) in self._chosen.items() if p.origin is not None]
         if foreign:
-            how = "`nanovllm kernels verify OP --kernel-plugin FILE` compares their results with the reference."
-            add_note(error, f"This engine runs kernels of yours: {'; '.join(foreign)}. {how}")
+            named = "; ".join(f"{op} by {p.name}, of {p.origin}" for op, p in foreign)
+            commands = (f"`nanovllm kernels verify {op} --kernel-plugin {p.origin}`" for op, p in foreign)
+            how = f"Compare the results with the reference: {', '.join(commands)}"
+            add_note(error, f"This engine runs kernels of yours: {named}. {how}")
 
     def _groups(self) -> dict[str, list[str]]:
         """provider -> its ops, most ops first, but `native` last."""

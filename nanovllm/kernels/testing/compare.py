@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 
 from nanovllm.hardware.roofline import copy_bandwidth, copy_time, matmul_rate
 from nanovllm.hardware.timing import Timing, l2_bytes, time_in_graph, time_kernel
-from nanovllm.kernels.op.availability import triton_support
+from nanovllm.kernels.op.availability import is_triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.inputs import Arguments, Shape, copy_of, nbytes
 from nanovllm.kernels.op.provider import KernelError, Provider
@@ -111,7 +110,7 @@ def measure(
     """
     name = provider.name + (WITHOUT_PLAN if without_plan else "")
     measured = functools.partial(Measurement, declared.name, name, case, without_plan=without_plan)
-    if device.type == "cpu" and inspect.unwrap(provider.support) is inspect.unwrap(triton_support):
+    if device.type == "cpu" and is_triton_support(provider.support):
         return measured(reason=TIMED_ON_A_GPU)
     reason = provider.support(device)
     if reason is not None:

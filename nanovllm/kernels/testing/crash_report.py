@@ -8,6 +8,7 @@ import linecache
 import re
 import signal
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from types import FrameType
@@ -89,7 +90,7 @@ def what_failed(error: BaseException) -> str:
     if "illegal memory access" in first:
         return f"crashed ({first}): {out_of_bounds('load or store')}"
     if (message := _compiler_message(error)) is not None:
-        return message + _hint(message)
+        return f"the kernel does not compile:{message.line}: {message.text}{_hint(message.text)}"
     place = _place_of(error)
     while type(error).__name__ == "InterpreterError" and error.__cause__ is not None:
         error = error.__cause__  # what the kernel's code raised, or a function of Triton that it calls
@@ -121,6 +122,10 @@ def _hint(message: str) -> str:
     """What to do about an error whose message does not say it."""
     if "'function' object is not subscriptable" in message:
         return "; is `@triton.jit` missing above the kernel?"
+    if "no attribute 'grid_idx'" in message or "'torch.dtype' object has no attribute 'is_ptr'" in message:
+        return "; was the kernel launched without its grid, _kernel[grid](...)?"
+    if "Boolean value of Tensor with more than one value is ambiguous" in message:
+        return "; `if` decides once for the whole block: use tl.where to choose for each element"
     if _WIDER_DTYPE.search(message):
         return "; convert to float32 first: x.to(tl.float32)"
     if _FUNCTION_OF_TORCH.search(message):
@@ -131,8 +136,22 @@ def _hint(message: str) -> str:
     return ""
 
 
-def _compiler_message(error: BaseException) -> str | None:
-    """What Triton's compiler says of a kernel, and the line that it says it of; None for another error."""
+class _CompilerMessage(NamedTuple):
+    """What Triton's compiler says of a kernel, the text of the function that it says it of, and the line there."""
+
+    text: str
+    function: str
+    number: int
+
+    @property
+    def line(self) -> str:
+        """The line, as " `source`"; empty if it is not known."""
+        lines = self.function.split("\n")
+        return f" `{lines[self.number - 1].strip()}`" if 0 < self.number <= len(lines) else ""
+
+
+def _compiler_message(error: BaseException) -> _CompilerMessage | None:
+    """None for an error that is not of Triton's compiler."""
     place: Any = None
     link: BaseException | None = error
     while link is not None and hasattr(link, "error_message") and hasattr(link, "src") and hasattr(link, "node"):
@@ -143,10 +162,30 @@ def _compiler_message(error: BaseException) -> str | None:
         link = link.__cause__
     if place is None:
         return None
-    lines = (place.src or "").split("\n")
-    number = getattr(place.node, "lineno", 0)
-    source = f" `{lines[number - 1].strip()}`" if 0 < number <= len(lines) else ""
-    return f"the kernel does not compile:{source}: {inner.error_message or link or type(inner).__name__}"
+    text = str(inner.error_message or link or type(inner).__name__)
+    return _CompilerMessage(text, place.src or "", getattr(place.node, "lineno", 0))
+
+
+def why_not_compiled(error: BaseException, kernel: Any) -> str | None:
+    """What Triton's compiler says of a kernel (a `triton.jit` function), and where. None: the error is not about the
+    kernel.
+    """
+    if (message := _compiler_message(error)) is not None:
+        return f"{_place_in_file(kernel, message)}{message.line}: {message.text}{_hint(message.text)}"
+    if type(error).__name__ == "PTXASError" or "PassManager::run failed" in str(error):
+        code = kernel.fn.__code__
+        return f", at {Path(code.co_filename).name}:{code.co_firstlineno}: {str(error).splitlines()[0]}"
+    return None
+
+
+def _place_in_file(kernel: Any, message: _CompilerMessage) -> str:
+    """ " at file:line,", of a kernel or a function that it calls; empty if it is another function."""
+    for function in (kernel, *kernel.fn.__globals__.values()):
+        if message.function and getattr(function, "src", None) == message.function:
+            lines, first = inspect.getsourcelines(function.fn)
+            before = textwrap.dedent("".join(lines)).partition(message.function)[0].count("\n")
+            return f", at {Path(function.fn.__code__.co_filename).name}:{first + before + message.number - 1},"
+    return ""
 
 
 def _is_of_triton(source: str) -> bool:

@@ -58,6 +58,7 @@ class RaceWatch:
         from triton.runtime import interpreter
 
         builder, memory = interpreter.interpreter_builder, interpreter._interpreter
+        vars(builder).pop("grid_idx", None)  # of an earlier launch: a kernel called without a grid must not find it
         originals = {name: getattr(builder, name) for name in (*_WATCHED, *_ATOMIC) if hasattr(builder, name)}
 
         def watched_grid_dim(*dims: int) -> None:

@@ -295,10 +295,10 @@ def _errors(
         tolerance * (finite.abs() + large.view(want.shape[:-1] + (1,) * min(want.dim(), 1))) + smallest
     )
     if values.shape[-1] < _ROW:
-        return of_elements.nan_to_num(nan=torch.inf), torch.zeros(1, device=got.device)
+        return of_elements.nan_to_num(nan=torch.inf, posinf=torch.inf), torch.zeros(1, device=got.device)
     few = 1 + 4 / values.shape[-1]
     of_rows = rows.square().mean(-1).sqrt() / (few * tolerance * root[..., 0].clamp_min(magnitude) + smallest)
-    return of_elements.nan_to_num(nan=torch.inf), of_rows.nan_to_num(nan=torch.inf)
+    return of_elements.nan_to_num(nan=torch.inf, posinf=torch.inf), of_rows.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _magnitude(arguments: Arguments) -> float:

@@ -26,6 +26,7 @@ import torch
 from nanovllm.kernels.op.availability import triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import KernelError
+from nanovllm.kernels.testing.compile_check import CompileCheck
 from nanovllm.kernels.testing.crash_report import describe
 from nanovllm.kernels.testing.verify import Case, Verdict, cases, lacks_memory, verify_case
 
@@ -75,6 +76,8 @@ def verify_in_processes(
 
     Each process may use its part of the GPU's memory. A case that needs more is verified again at the end, alone.
 
+    In Triton's interpreter, a case of a plugin's provider has failed too if its kernels cannot be compiled for a GPU.
+
     Args:
         ops: those of the pairs.
         began: called when a case begins.
@@ -83,6 +86,7 @@ def verify_in_processes(
         KernelError: a process ended before it began with its share.
     """
     of_op = {declared.name: setting.cases(declared) for declared in ops}
+    providers = {(declared.name, name): provider for declared in ops for name, provider in declared.providers.items()}
     found: dict[Pair, dict[int, Verdict]] = {pair: {} for pair in pairs}
     again: list[Task] = []
     yielded = set()
@@ -91,20 +95,26 @@ def verify_in_processes(
         for pair in pairs:
             if pair not in yielded and len(found[pair]) == len(of_op[pair[0]]):
                 yielded.add(pair)
-                yield pair, [verdict for _, verdict in sorted(found[pair].items())]
+                yield pair, check.completed(pair, [verdict for _, verdict in sorted(found[pair].items())])
 
-    yield from complete()  # those without cases
-    for task, verdict in _Processes(of_op, setting, began).run(shares(of_op, pairs, setting.jobs)):
-        op, provider, index = task
-        if lacks_memory(verdict) and setting.jobs > 1:
-            again.append(task)
-            continue
-        found[op, provider][index] = verdict
-        yield from complete()
-    alone = Setting(setting.device, setting.plugins, setting.seed, setting.quick, 1, setting.limit)
-    for (op, provider, index), verdict in _Processes(of_op, alone, began).run([again]):
-        found[op, provider][index] = verdict
-        yield from complete()
+    check = CompileCheck(setting.limit)
+    try:
+        of_plugins = [pair for pair in pairs if providers[pair].origin]
+        check.start(of_plugins, setting.plugins, setting.seed, setting.quick)
+        yield from complete()  # those without cases
+        for task, verdict in _Processes(of_op, setting, began).run(shares(of_op, pairs, setting.jobs)):
+            op, provider, index = task
+            if lacks_memory(verdict) and setting.jobs > 1:
+                again.append(task)
+                continue
+            found[op, provider][index] = verdict
+            yield from complete()
+        alone = Setting(setting.device, setting.plugins, setting.seed, setting.quick, 1, setting.limit)
+        for (op, provider, index), verdict in _Processes(of_op, alone, began).run([again]):
+            found[op, provider][index] = verdict
+            yield from complete()
+    finally:
+        check.stop()
 
 
 def shares(of_op: dict[str, list[Case]], pairs: Sequence[Pair], jobs: int) -> list[list[Task]]:

@@ -211,6 +211,7 @@ def test_before_python_3_11_the_message_names_the_plugins(rms_norm, monkeypatch)
     kernels.name_plugins(error)
     first, second = str(error).split("\n")
     assert first.startswith("'NoneType'") and "kernels of yours: rms_norm by mine, of my_kernels.py. " in second
+    assert second.endswith(": `nanovllm kernels verify rms_norm --kernel-plugin my_kernels.py`")
 
 
 def test_the_reference_that_fails_in_place_of_a_choosy_provider_names_itself(rms_norm, monkeypatch):

@@ -101,3 +101,14 @@ def test_a_function_that_triton_does_not_have(tmp_path, warm_python):
         said_of(remedies, INTERPRETED, tmp_path, warm_python), remedies.items(), strict=True
     ):
         assert f"`tl.store(y + i, {how}, i < n)`; {remedy}\n" in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("begin", ["i = ", "i = tl.program_id(0) * BLOCK + "])
+def test_a_launch_without_its_grid(begin, tmp_path, warm_python):
+    pytest.importorskip("triton")
+    text = NARROW.format(how="narrow").replace("i = ", begin) + INTERPRETED.replace("kernel[(1,)](", "kernel(")
+    (tmp_path / "no_grid.py").write_text(text)
+    said = warm_python.run(tmp_path / "no_grid.py", env={**os.environ, "TRITON_INTERPRET": "1"}).stdout
+    assert said.endswith("; was the kernel launched without its grid, _kernel[grid](...)?\n"), said
+    assert ", at no_grid.py:" in said

@@ -10,35 +10,27 @@ from pathlib import Path
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction, mangle_type
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nanovllm.kernels.testing import gpu_compile
+from nanovllm.kernels.testing.gpu_compile import compiled, specialised
+
+__all__ = [
+    "CAPABILITIES", "compiled", "in_turn", "launches_of", "parameter", "recorded", "resources", "specialised",
+    "tensors", "wide",
+]  # fmt: skip
 CAPABILITIES = [80, 90, 100]
-TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.int16: "i16", torch.uint8: "u8", torch.int8: "i8", torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def check_grid(grid):
+    assert all(0 < size < 2**31 for size in grid[:1]) and all(0 < size < 2**16 for size in grid[1:]), grid
 
 
 @contextmanager
 def recorded(launches):
     """Within the block every launch of a kernel is appended to `launches` as (kernel, arguments, options)."""
-    original = JITFunction.run
-
-    def run(self, *args, grid, warmup, **options):
-        assert all(0 < size < 2**31 for size in grid[:1]) and all(0 < size < 2**16 for size in grid[1:]), grid
-        named = {p.name: value for p, value in zip(self.params, args)}
-        named |= {p.name: options.pop(p.name) for p in self.params if p.name in options}
-        launches.append((self, tuple(named.get(p.name, p.default) for p in self.params), options))
-
-    JITFunction.run = run
-    try:
+    with gpu_compile.recorded(launches, check_grid):
         yield
-    finally:
-        JITFunction.run = original
 
 
 def launches_of(cases):
@@ -59,39 +51,6 @@ def in_turn(launches, turn):
     names = {kernel.__name__ for _, kernel, *_ in chosen}
     first = {launch[1].__name__: launch for launch in reversed(launches)}
     return chosen + [launch for name, launch in first.items() if name not in names]
-
-
-def specialised(kernel, args):
-    """What Triton compiles a kernel for, of a launch's arguments: (types, constants, attributes)."""
-    signature, constants, attributes = {}, {}, {}
-    for i, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
-        one = type(value) is int and value == 1 and not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or one:
-            signature[parameter.name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, TensorDescriptor):
-            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype]}{list(value.block_shape)}>"
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = "*" + TYPES[value.dtype]
-            if value.data_ptr() % 16 == 0 and not parameter.do_not_specialize_on_alignment:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        elif hasattr(value, "layout"):  # Gluon's descriptors
-            signature[parameter.name] = mangle_type(value)
-        elif isinstance(value, int):
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32"
-    return signature, constants, attributes
-
-
-def compiled(kernel, args, options, capability):
-    """What Triton would compile for this launch."""
-    source_of = ASTSource
-    if kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as source_of
-    source = source_of(kernel, *specialised(kernel, args))
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def resources(binary, tmp_path):
