@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,8 +77,13 @@ def report_op_by_op(reason: str, config: EngineConfig, checkpoint: Checkpoint, d
 
 
 def warn_of_interpreter(kernels: Kernels, model: ModelConfig, device: torch.device) -> None:
-    """Say that steps are slow, where Triton's interpreter runs kernels of a model that is not tiny."""
+    """Where Triton's interpreter runs kernels: say that steps are slow, if the model is not tiny, and let Python say at
+    which line a kernel ends the process, such as one without a mask.
+    """
     ops = kernels.interpreted() if device.type == "cpu" else []
+    if ops and not faulthandler.is_enabled():
+        with suppress(AttributeError, OSError, ValueError):  # a program may have no standard error
+            faulthandler.enable(sys.__stderr__)
     if ops and model.hidden_size * model.num_hidden_layers > _MOST_INTERPRETED:
         text = f"{', '.join(ops)}: Triton's interpreter runs this in each of the {model.num_hidden_layers} layers"
         warn(logger, f"{text}, so a token may take many seconds; use a GPU, or a model with fewer and smaller layers")

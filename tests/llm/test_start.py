@@ -1,7 +1,11 @@
 """Starting an `LLM`: arguments, devices, tokenizers, damaged directories, memory, dtypes."""
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +197,25 @@ def test_random_weights_for_a_directory_with_only_a_config(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     first, second = (make(tmp_path, load_format="dummy").generate([[1, 2]], GREEDY, use_tqdm=False) for _ in range(2))
     assert first[0]["token_ids"] == second[0]["token_ids"]
+
+
+@pytest.mark.slow
+def test_an_interpreted_kernel_that_crashes_the_process_is_named_with_its_line(tmp_path):
+    pytest.importorskip("triton")
+    tiny.save(tmp_path / "model")
+    (tmp_path / "mine.py").write_text(
+        "import ctypes\nfrom nanovllm.kernels import silu_and_mul, triton_support\n"
+        "@silu_and_mul.provider('mine', support=triton_support)\n"
+        "def mine(gate_up):\n    return ctypes.string_at(0)\n"
+    )
+    program = (
+        "from nanovllm import LLM\n"
+        "llm = LLM('model', kernel_plugins=['mine.py'], skip_tokenizer_init=True, max_model_len=64)\n"
+        "llm.generate([[1, 2, 3]], use_tqdm=False)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONFAULTHANDLER"}
+    environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV, done.stderr
+    assert "Segmentation fault" in done.stderr and 'mine.py", line 5 in mine' in done.stderr
