@@ -4,8 +4,9 @@
     python -m benchmarks.tensor_parallel      # shapes of Qwen3-8B and 32B with random weights, on 1 and 2 GPUs
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2,4 --sequences 1,32 --no-collectives
     python -m benchmarks.tensor_parallel --limit 280    # ends after 280 s; what was measured by then is printed
-    python -m benchmarks.tensor_parallel --preset qwen3-8b --vllm DIR    # beside vLLM, whose packages are in DIR; all
-                                            # engines fit on a GPU of 141 GB together; Qwen3-32B only with --ranks 2
+    python -m benchmarks.tensor_parallel --preset qwen3-8b --engine-path vllm=DIR    # beside vLLM, whose packages are in
+                                            # DIR; all engines fit on a GPU of 141 GB together; Qwen3-32B only with
+                                            # --ranks 2
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2 --sequences 128 --profile 3    # kernels of a step
 
 Sums and gathers are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts
@@ -56,8 +57,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--collectives", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--model", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument(
-        "--vllm",
-        metavar="DIR",
+        "--engine-path",
+        action="append",
+        default=[],
+        metavar="vllm=DIR",
         help="packages with vLLM: bench.py's workloads bs1 to bs128, in turns with it, on each number of GPUs",
     )
     p.add_argument(
@@ -269,12 +272,16 @@ def _show(size: int, said: dict[str, Any], first: dict[int, dict[str, Any]]) -> 
 def beside_vllm(args: argparse.Namespace, ranks: list[int], end: float) -> None:
     """Both engines on each number of GPUs; `end` is on the clock `time.monotonic`."""
     from benchmarks.tensor_parallel_peer import Side, compare, jobs
+    from nanovllm.bench.command_line import engine_paths
     from nanovllm.bench.workloads import WORKLOADS
     from nanovllm.models.model_presets import preset
 
-    folder = Path(args.vllm).expanduser().resolve()
+    try:
+        folder = Path(engine_paths(args.engine_path, ["vllm"])["vllm"])
+    except ValueError as error:
+        sys.exit(str(error))
     if not (folder / "vllm").is_dir():
-        sys.exit(f"--vllm {args.vllm}: there is no package vllm in this directory")
+        sys.exit(f"--engine-path vllm={folder}: there is no package vllm in this directory")
     loads = [f"bs{count}" for count in _numbers(args.sequences)]
     if unknown := set(loads) - set(WORKLOADS):
         sys.exit(f"--sequences {args.sequences}: bench.py has no workload {', '.join(sorted(unknown))}")
@@ -302,8 +309,8 @@ def profiles(args: argparse.Namespace, ranks: list[int]) -> None:
     from benchmarks.tensor_parallel_profile import profile
     from nanovllm.models.model_presets import preset
 
-    if args.profile < 1 or args.vllm:
-        sys.exit(f"--profile {args.profile}: expected at least one layer, and no --vllm")
+    if args.profile < 1 or args.engine_path:
+        sys.exit(f"--profile {args.profile}: expected at least one layer, and no --engine-path")
     for name in args.preset.split(","):
         for size in ranks:
             print(f"\n{name}, random weights", flush=True)
@@ -327,7 +334,7 @@ def main() -> None:
     if args.profile is not None:
         profiles(args, ranks)
         return
-    if args.vllm:
+    if args.engine_path:
         beside_vllm(args, ranks, end)
         return
     if args.collectives and max(ranks) > 1:

@@ -1,7 +1,7 @@
 """nanovllm beside vLLM on the same GPUs: both engines start at the same time and stay, then they are measured in turns.
 
-`python -m benchmarks.tensor_parallel --vllm DIR` runs this. An engine is idle while another is measured. So a cold
-start, of which most is compilation, is waited for once, and a slower clock of the GPUs meets all.
+`python -m benchmarks.tensor_parallel --engine-path vllm=DIR` runs this. An engine is idle while another is measured.
+So a cold start, of which most is compilation, is waited for once, and a slower clock of the GPUs meets all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server beside `LLM.generate` and beside vLLM's server, on one GPU: a row for each measurement, as it comes.
 
-python -m benchmarks.serving.beside_vllm --peer-path vllm/site --json rows.json            # everything
+python -m benchmarks.serving.beside_vllm --engine-path vllm=DIR --json rows.json          # everything
 python -m benchmarks.serving.beside_vllm --parts streams --model qwen3-8b --loads 1,16,64,256,8/s
 python -m benchmarks.serving.beside_vllm --report rows.json                               # the tables of such a file
 
@@ -62,7 +62,10 @@ def parser() -> argparse.ArgumentParser:
     both.add_argument("--peer", default="vllm", choices=PEERS)
     both.add_argument("--peer-command", help=f"its command in place of that of --peer: {PEERS['vllm']!r}")
     both.add_argument("--peer-args", default="", help="further arguments of the peer's command")
-    both.add_argument("--peer-path", help="a folder for its PYTHONPATH, such as that of a packed vLLM")
+    both.add_argument(
+        "--engine-path", action="append", default=[], metavar="ENGINE=DIR",
+        help="packages of the peer, such as a venv's site-packages: vllm=DIR",
+    )  # fmt: skip
     load = p.add_argument_group("the loads")
     load.add_argument("--workload", default="std256", choices=WORKLOADS, help="of the part std256")
     load.add_argument("--loads", default="1,16,64,256", help="streams at a time, or requests a second as 8/s")
@@ -80,6 +83,7 @@ def main() -> int:
     from benchmarks.serving.harness import Bench
     from benchmarks.serving.parts import PARTS, numbers, run
     from benchmarks.serving.result_file import ResultFile, tables
+    from nanovllm.bench.command_line import engine_paths
 
     args = parser().parse_args()
     if args.report is not None:
@@ -88,6 +92,7 @@ def main() -> int:
     chosen = args.parts.split(",")
     if unknown := set(chosen) - set(PARTS):
         raise ValueError(f"--parts {args.parts}: {unknown.pop()!r} is none of {','.join(PARTS)}")
+    engine_paths(args.engine_path, [args.peer])
     numbers("--structured", args.structured, 3)
     numbers("--storm", args.storm, 2)
     args.command = args.peer_command or PEERS[args.peer]

@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.serving import dummy_tokenizer
 from benchmarks.serving.result_file import OURS, ResultFile
 from benchmarks.serving.server_process import ServerFailed, ServerProcess
+from nanovllm.bench.command_line import engine_paths
 from nanovllm.bench.engines.engine_interface import model_directory
 from nanovllm.bench.job import Job
 from nanovllm.bench.launcher import with_causes
@@ -143,8 +144,8 @@ class Bench:
         template, extra = (_OURS_COMMAND, args.serve_args) if side == OURS else (args.command, args.peer_args)
         if side != OURS:
             env = {**_PEER_ENVIRONMENT, **env}
-            paths = [path for path in (args.peer_path, env.get("PYTHONPATH")) if path]
-            env["PYTHONPATH"] = os.pathsep.join(paths)
+            folder = engine_paths(args.engine_path, [args.peer]).get(args.peer)
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, env.get("PYTHONPATH"))))
         try:
             command = [part.format_map(self._names) for part in shlex.split(f"{template} {extra}")]
         except (KeyError, IndexError, ValueError) as error:

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
-from benchmarks.serving import dummy_tokenizer
+from benchmarks.serving import beside_vllm, dummy_tokenizer
 from benchmarks.serving.result_file import OFFLINE, OURS, ResultFile, tables
 from benchmarks.serving.server_process import ServerFailed, ServerProcess
 from nanovllm import LLM, SamplingParams
@@ -93,6 +93,13 @@ def test_structured_output_ends_with_the_end_token_of_a_dummy_tokenizer(tmp_path
     params = SamplingParams(max_tokens=20, structured_outputs={"choice": ["12", "345"]})
     (output,) = llm.generate(["x"], params, use_tqdm=False)
     assert output["text"] in ("12", "345") and output["token_ids"][-1] == 300
+
+
+def test_the_folder_of_the_peer_is_given_as_to_bench(monkeypatch):
+    for given, said in [("vllm=/none/such", "there is no folder"), ("/none/such", "write ENGINE=DIR")]:
+        monkeypatch.setattr(sys, "argv", ["beside_vllm", "--engine-path", given])
+        with pytest.raises(ValueError, match=f"--engine-path {given}: .*{said}"):
+            beside_vllm.main()
 
 
 @pytest.mark.slow

@@ -39,3 +39,14 @@ def test_an_engine_of_few_layers_is_profiled(capsys):
 def test_no_layers_are_refused():
     done = run_here("--device", "cpu", "--profile", "0", script="benchmarks/tensor_parallel.py")
     assert str(done.returncode).startswith("--profile 0: expected at least one layer")  # as `sys.exit` takes it
+
+
+def test_a_folder_without_vllm_is_refused(tmp_path):
+    """The option has the name and the form that bench.py's has."""
+    for given, said in [
+        (f"vllm={tmp_path}", f"--engine-path vllm={tmp_path}: there is no package vllm in this directory"),
+        ("vllm=/none/such", "--engine-path vllm=/none/such: there is no folder"),
+        (str(tmp_path), f"--engine-path {tmp_path}: "),
+    ]:
+        done = run_here("--device", "cpu", "--engine-path", given, script="benchmarks/tensor_parallel.py")
+        assert str(done.returncode).startswith(said)
