@@ -4,9 +4,8 @@
     python -m benchmarks.tensor_parallel      # shapes of Qwen3-8B and 32B with random weights, on 1 and 2 GPUs
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2,4 --sequences 1,32 --no-collectives
     python -m benchmarks.tensor_parallel --limit 280    # ends after 280 s; what was measured by then is printed
-    python -m benchmarks.tensor_parallel --preset qwen3-8b --engine-path vllm=DIR    # beside vLLM, whose packages are in
-                                            # DIR; all engines fit on a GPU of 141 GB together; Qwen3-32B only with
-                                            # --ranks 2
+    python -m benchmarks.tensor_parallel --preset qwen3-8b --engine-path vllm=DIR    # beside vLLM, which is in DIR; all
+                                            # engines fit on a GPU of 141 GB together; Qwen3-32B only with --ranks 2
     python -m benchmarks.tensor_parallel --preset qwen3-32b --ranks 2 --sequences 128 --profile 3    # kernels of a step
 
 Sums and gathers are timed in CUDA graphs, as decode steps have them. A model is timed in a process of its own: prompts

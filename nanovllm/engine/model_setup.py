@@ -81,8 +81,8 @@ def warn_of_interpreter(kernels: Kernels, model: ModelConfig, device: torch.devi
     which line a kernel ends the process, such as one without a mask.
     """
     ops = kernels.interpreted() if device.type == "cpu" else []
-    if ops and not faulthandler.is_enabled():
-        with suppress(AttributeError, OSError, ValueError):  # a program may have no standard error
+    if ops and sys.__stderr__ is not None and not faulthandler.is_enabled():
+        with suppress(OSError, ValueError):  # it may be closed
             faulthandler.enable(sys.__stderr__)
     if ops and model.hidden_size * model.num_hidden_layers > _MOST_INTERPRETED:
         text = f"{', '.join(ops)}: Triton's interpreter runs this in each of the {model.num_hidden_layers} layers"
