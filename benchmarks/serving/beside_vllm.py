@@ -22,6 +22,7 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 PEERS = {
@@ -79,11 +80,33 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def check_peer(args: argparse.Namespace, chosen: Sequence[str]) -> None:
+    """End the program, or raise a ValueError, if what --peer needs is not there.
+
+    Args:
+        chosen: the parts that are measured.
+    """
+    from benchmarks.needs import need_gpu, need_vllm
+    from nanovllm.bench.command_line import engine_paths
+
+    folder = engine_paths(args.engine_path, [args.peer]).get(args.peer)
+    if "streams" not in chosen or args.peer != "vllm" or args.peer_command:
+        return
+    alone = "--parts std256,structured,storm measures nanovllm alone"
+    if folder is None:
+        need_vllm(
+            f"name the folder that it is in: --engine-path vllm=DIR (such as VENV/.../site-packages); {alone}",
+            gpu=False,
+        )
+    elif not (Path(folder) / "vllm").is_dir():
+        raise ValueError(f"--engine-path vllm={folder}: there is no package vllm in this directory")
+    need_gpu(alone)
+
+
 def main() -> int:
     from benchmarks.serving.harness import Bench
     from benchmarks.serving.parts import PARTS, numbers, run
     from benchmarks.serving.result_file import ResultFile, tables
-    from nanovllm.bench.command_line import engine_paths
 
     args = parser().parse_args()
     if args.report is not None:
@@ -92,7 +115,7 @@ def main() -> int:
     chosen = args.parts.split(",")
     if unknown := set(chosen) - set(PARTS):
         raise ValueError(f"--parts {args.parts}: {unknown.pop()!r} is none of {','.join(PARTS)}")
-    engine_paths(args.engine_path, [args.peer])
+    check_peer(args, chosen)
     numbers("--structured", args.structured, 3)
     numbers("--storm", args.storm, 2)
     args.command = args.peer_command or PEERS[args.peer]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import needs, vllm_ops, vllm_plugin, vllm_tokens
+from benchmarks.serving import beside_vllm
 
 NOT_INSTALLED = "vllm is not installed here; run this in vLLM's environment, with nanovllm in it"
 
@@ -50,6 +51,28 @@ def test_nothing_starts_without_vllm(machine, monkeypatch, capsys, script):
     monkeypatch.setattr(sys, "argv", ["script"])
     assert ended(script.main).startswith(NOT_INSTALLED)
     assert capsys.readouterr().out == ""
+
+
+def test_the_server_is_not_started_beside_nothing(machine, monkeypatch, tmp_path):
+    """`benchmarks.serving.beside_vllm`: its peer must be there, and a GPU, if both servers are to be measured."""
+    pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pytest.fail("a process was started"))
+
+    def said(*args):
+        monkeypatch.setattr(sys, "argv", ["beside_vllm", *args])
+        return ended(beside_vllm.main)
+
+    machine(vllm=False, gpu=True)
+    assert said().startswith("vllm is not installed here; name the folder that it is in: --engine-path vllm=DIR (such")
+    (tmp_path / "with" / "vllm").mkdir(parents=True)
+    machine(vllm=False, gpu=False)
+    given = "--engine-path", f"vllm={tmp_path / 'with'}"
+    assert said(*given).startswith("this machine has no CUDA device, and vLLM is measured on one; --parts std256,str")
+    with pytest.raises(ValueError, match="there is no package vllm in this directory"):
+        said("--engine-path", f"vllm={tmp_path}")
+    for args in (["--parts", "std256,storm"], ["--peer", "nanovllm"], ["--peer-command", "other {port}"]):
+        with pytest.raises(ValueError, match="--structured none: must be 3 whole numbers"):  # which is looked at next
+            said(*args, "--structured", "none")
 
 
 def test_an_empty_table_is_not_shown(capsys):
