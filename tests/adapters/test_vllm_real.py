@@ -91,7 +91,13 @@ def test_steps_above_the_captured_sizes_have_a_compile_range_of_their_own():
 
 def test_attention_is_registered_and_chosen(monkeypatch):
     stand_in = ModuleType("vllm.vllm_flash_attn")  # FlashAttention itself is compiled
-    stand_in.__getattr__ = lambda name: lambda *args, **kwargs: None
+
+    def compiled(name):
+        if name.startswith("__"):
+            raise AttributeError(name)  # such as __file__, which `inspect` asks of all modules
+        return lambda *args, **kwargs: None
+
+    stand_in.__getattr__ = compiled
     for name in ("vllm.vllm_flash_attn", "vllm.vllm_flash_attn.flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, stand_in)
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata
