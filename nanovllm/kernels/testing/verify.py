@@ -208,12 +208,13 @@ def lacks_memory(verdict: Verdict) -> bool:
     return (verdict.failure or "").startswith(torch.OutOfMemoryError.__name__)
 
 
-def verify_op(declared: Op, provider: Provider, device: torch.device, seed: int = 0) -> list[Verdict]:
+def verify_op(declared: Op, provider: Provider, device: torch.device | str, seed: int = 0) -> list[Verdict]:
     """`verify` on every case, on a GPU the large ones too.
 
     Raises:
         ValueError: the provider cannot run on this device; with its reason.
     """
+    device = torch.device(device)
     if (reason := provider.support(device)) is not None:
         raise ValueError(f"nothing was verified: {provider.name}: {reason}")
     return [verify_case(declared, provider, device, case) for case in cases(declared, device.type == "cuda", seed)]
