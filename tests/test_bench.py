@@ -216,7 +216,8 @@ def test_a_status_line_says_that_rates_are_measured(run, monkeypatch):
     assert run(*SMALL)[0] == 0
     assert ("starting nanovllm ...", True) in shown and ("loading nanovllm ...", True) in shown
     runs = ["warm-up 1 of 1", "run 1 of 2", "run 2 of 2"]
-    assert [text for text in shown if "own-load: " in text[0]] == [(f"own-load: {text} ...", True) for text in runs]
+    said = [(f"own-load, custom: {text} ...", True) for text in runs]
+    assert [text for text in shown if "own-load, " in text[0]] == said
     assert shown[0] == shown[-1] == ("measuring the device's rates ...", True) and len(shown) > 2
 
 

@@ -154,15 +154,16 @@ def measure_workload(
     if torch_device(job).type == "cpu" and model.weight_bytes < 0.9 * getattr(torch, row.about["dtype"]).itemsize:
         row.about["quantised"] = True
     warm_up = getattr(engine, "warm_up", engine.run)
+    name = ", ".join(filter(None, (workload.name, job.variant)))
     for i in range(job.warmup):
-        emit("run", f"{workload.name}: warm-up {i + 1} of {job.warmup}")
+        emit("run", f"{name}: warm-up {i + 1} of {job.warmup}")
         row.warmup_seconds.append(warm_up(workload.draw(_WARMUP_SEED + job.seed + i, model.vocab)).seconds)
     for i in range(job.repeat):
         # A repeat may be slower than the last. One that takes too long is ended by the process that started this one.
         next_one = 1.25 * row.repeats[-1].seconds if row.repeats else 0.0
         if limit is not None and clock() - started + next_one > limit:
             break
-        emit("run", f"{workload.name}: run {i + 1} of {job.repeat}")
+        emit("run", f"{name}: run {i + 1} of {job.repeat}")
         items = workload.draw(job.seed + i, model.vocab)
         others = ForeignLoad()
         run = engine.run(items)
