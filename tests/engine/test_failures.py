@@ -4,6 +4,7 @@ import inspect
 import random
 import sys
 import threading
+import traceback
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,11 @@ def test_an_error_after_a_wrong_kernel_of_a_plugin_names_the_kernel(directory, t
             llm.generate([[1, 2]], GREEDY, use_tqdm=False)
     said = "\n".join((str(raised.value), *getattr(raised.value, "__notes__", ())))  # notes are of Python 3.11
     assert (f"provider 'forgets' of {file}" in said and "is a `return` missing?" in said) == plugin
-    assert (f"silu_and_mul by forgets, of {file}. `nanovllm kernels verify" in said) == plugin == ("kernels" in said)
+    assert (f"silu_and_mul by forgets, of {file}. Compare" in said) == plugin == ("kernels" in said)
+    assert (f"`nanovllm kernels verify silu_and_mul --kernel-plugin {file}`" in said) == plugin
+    if plugin and sys.version_info >= (3, 11):  # the frames of the layers above the kernel say nothing
+        files = {Path(frame.filename).name for frame in traceback.extract_tb(raised.value.__traceback__)}
+        assert "llm.py" in files and not files & {"decoder.py", "custom_mlp.py", "module.py"}
 
 
 PACKAGE = Path(nanovllm.__file__).parent

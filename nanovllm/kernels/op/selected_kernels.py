@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nanovllm.kernels.op.availability import is_triton_support
-from nanovllm.kernels.op.provider import NATIVE, Provider, add_note
+from nanovllm.kernels.op.provider import NATIVE, KernelError, Provider, add_note
 from nanovllm.wording import counted
 
 
@@ -76,13 +76,18 @@ class Kernels:
         return [f"{op} ({p.name})" for op, p in named if is_triton_support(p.support)]
 
     def name_plugins(self, error: Exception) -> None:
-        """Below an error's message, name the plugins that run: a wrong shape or dtype of theirs may be the cause."""
+        """Below an error's message, name the plugins that run: a wrong shape or dtype of theirs may be the cause.
+
+        A `KernelError` says where the kernel failed, so the frames of the layers that called it are left out.
+        """
         foreign = [(op, p) for op, (p, _) in self._chosen.items() if p.origin is not None]
         if foreign:
             named = "; ".join(f"{op} by {p.name}, of {p.origin}" for op, p in foreign)
             commands = (f"`nanovllm kernels verify {op} --kernel-plugin {p.origin}`" for op, p in foreign)
             how = f"Compare the results with the reference: {', '.join(commands)}"
             add_note(error, f"This engine runs kernels of yours: {named}. {how}")
+            if isinstance(error, KernelError):
+                error.__traceback__ = None
 
     def _groups(self) -> dict[str, list[str]]:
         """provider -> its ops, most ops first, but `native` last."""
