@@ -53,10 +53,11 @@ def recorded(launches: list[Launch], check_grid: Callable[[Sequence[int]], None]
     run, tune = JITFunction.run, Autotuner.run
 
     def record(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        given = {p.name: value for p, value in zip(self.params, args)}
+        given = {p.name: p.default for p in self.params if p.has_default}
+        given |= {p.name: value for p, value in zip(self.params, args)}
         given |= {p.name: options.pop(p.name) for p in self.params if p.name in options}
         check_grid(grid(given) if callable(grid) else grid)
-        launches.append(Launch(self, tuple(given.get(p.name, p.default) for p in self.params), options))
+        launches.append(Launch(self, tuple(given[p.name] for p in self.params), options))
 
     def run_first(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self.fn.run(*args, **kwargs, **self.configs[0].all_kwargs())
@@ -69,7 +70,11 @@ def recorded(launches: list[Launch], check_grid: Callable[[Sequence[int]], None]
 
 
 def specialised(kernel: Any, arguments: Sequence[Any]) -> Specialisation:
-    """What Triton compiles a kernel for, of a launch's arguments."""
+    """What Triton compiles a kernel for, of a launch's arguments.
+
+    Raises:
+        KeyError, TypeError: of an argument whose type is none of those that kernels here have.
+    """
     from triton.runtime.jit import mangle_type
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -91,8 +96,10 @@ def specialised(kernel: Any, arguments: Sequence[Any]) -> Specialisation:
         elif isinstance(value, int):
             found.types[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             aligned = value % 16 == 0 and not parameter.do_not_specialize
-        else:
+        elif isinstance(value, float):
             found.types[parameter.name] = "fp32"
+        else:
+            raise TypeError(f"{parameter.name}: {type(value).__name__}: it is not known how Triton compiles that")
         if aligned:
             found.attributes[(i,)] = [["tt.divisibility", 16]]
     return found
