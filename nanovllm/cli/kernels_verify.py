@@ -147,7 +147,9 @@ def _verdicts(
 
 def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
     """A row of the table. Failures: first those without numbers, then the largest errors."""
-    failed = sorted((v for v in verdicts if v.failure), key=lambda v: -(v.error or math.inf))
+    failed = sorted(
+        (v for v in verdicts if v.failure), key=lambda v: -math.inf if v.raised or not v.error else -v.error
+    )
     return {
         "seed": seed,
         "cases": sum(v.skipped is None for v in verdicts),

@@ -6,18 +6,21 @@ A process that interprets cannot compile: Triton decides that at its import. So 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import multiprocessing
 import os
 import re
 import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from nanovllm.kernels.op.availability import is_triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import Provider
 from nanovllm.kernels.testing.crash_report import why_not_compiled
@@ -59,6 +62,15 @@ def failures_to_compile(declared: Op, provider: Provider, chosen: Sequence[Case]
             if (why := _failure(launch, capability, known)) is not None:
                 found.setdefault(index, f"cannot be compiled for a GPU{why}")
     return found
+
+
+def may_launch_triton(provider: Provider) -> bool:
+    """Whether a provider says that it runs Triton kernels, or its module has some, in Triton's interpreter."""
+    with suppress(Exception):  # a provider that cannot be imported
+        names = getattr(inspect.unwrap(provider.fn), "__globals__", {})
+        if any(type(value).__name__ == "InterpretedFunction" for value in names.values()):
+            return True
+    return is_triton_support(provider.support)
 
 
 def _failure(launch: Launch, capability: int, known: dict[Any, str | None]) -> str | None:

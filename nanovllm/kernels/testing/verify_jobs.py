@@ -26,7 +26,7 @@ import torch
 from nanovllm.kernels.op.availability import triton_support
 from nanovllm.kernels.op.dispatch import Op
 from nanovllm.kernels.op.provider import KernelError
-from nanovllm.kernels.testing.compile_check import CompileCheck
+from nanovllm.kernels.testing.compile_check import CompileCheck, may_launch_triton
 from nanovllm.kernels.testing.crash_report import describe
 from nanovllm.kernels.testing.verify import Case, Verdict, cases, lacks_memory, verify_case
 
@@ -99,7 +99,7 @@ def verify_in_processes(
 
     check = CompileCheck(setting.limit)
     try:
-        of_plugins = [pair for pair in pairs if providers[pair].origin]
+        of_plugins = [pair for pair in pairs if providers[pair].origin and may_launch_triton(providers[pair])]
         check.start(of_plugins, setting.plugins, setting.seed, setting.quick)
         yield from complete()  # those without cases
         for task, verdict in _Processes(of_op, setting, began).run(shares(of_op, pairs, setting.jobs)):

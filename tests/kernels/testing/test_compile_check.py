@@ -7,6 +7,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels import Provider, triton_support
+from nanovllm.kernels.testing.compile_check import may_launch_triton
+
 PLUGIN = '''
 import torch
 import triton
@@ -102,6 +105,7 @@ def test_a_kernel_that_does_not_compile_has_failed_with_the_line(rows, name, sou
     failures = rows[name]["failures"]
     line_of_helper = PLUGIN.splitlines().index("    if x > flag:") + 1
     assert len(failures) == rows[name]["raised"] == rows[name]["cases"] and rows[name]["cases"] > 5
+    assert failures[0].startswith("1x1 float32: ")
     for failure in failures:
         assert ": cannot be compiled for a GPU, at soft.py:" in failure
         assert f", `{source}`: Boolean value of Tensor" in failure and "use tl.where" in failure
@@ -126,3 +130,12 @@ def test_an_autotuned_kernel_is_compiled_with_its_first_configuration(tmp_path, 
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = warm_python.run(tmp_path / "check.py", tmp_path / "soft.py", env=environment)
     assert done.returncode == 0 and done.stdout.splitlines() == ["tuned 0 of 3", "tuned_branch 3 of 3"], done.stderr
+
+
+@pytest.mark.parametrize("text, may", [("kernel = None", False), ("kernel = InterpretedFunction(1)", True)])
+def test_which_providers_are_compiled(text, may):
+    """Those that say that they need Triton, and those beside a kernel."""
+    space = {"InterpretedFunction": type("InterpretedFunction", (int,), {})}
+    exec(f"{text}\ndef it(x):\n    return x", space)
+    assert may_launch_triton(Provider("it", space["it"])) == may
+    assert may_launch_triton(Provider("it", space["it"], triton_support))
