@@ -11,9 +11,10 @@ import multiprocessing
 import os
 import re
 import signal
+import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -73,6 +74,18 @@ def may_launch_triton(provider: Provider) -> bool:
     return is_triton_support(provider.support)
 
 
+@contextmanager
+def _standard_error_to(descriptor: int) -> Iterator[None]:
+    """Within the block, what this process writes to standard error, C++ included, goes to another file."""
+    before = os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 def _failure(launch: Launch, capability: int, known: dict[Any, str | None]) -> str | None:
     """What the compiler says of a launch's kernel, and where; None: it compiles, or that cannot be found out here."""
     try:
@@ -81,11 +94,14 @@ def _failure(launch: Launch, capability: int, known: dict[Any, str | None]) -> s
         return None
     key = id(launch.kernel), tuple(types.items()), str(constants), str(launch.options)
     if key not in known:
-        try:
-            compiled(*launch, capability)
-            known[key] = None
-        except Exception as e:
-            known[key] = why_not_compiled(e, launch.kernel)
+        with tempfile.TemporaryFile() as printed:
+            try:
+                with _standard_error_to(printed.fileno()):
+                    compiled(*launch, capability)
+                known[key] = None
+            except Exception as e:
+                printed.seek(0)
+                known[key] = why_not_compiled(e, launch.kernel, printed.read().decode(errors="replace"))
     return known[key]
 
 
@@ -122,7 +138,11 @@ class CompileCheck:
         self._found = {}
 
     def completed(self, pair: Pair, verdicts: list[Verdict]) -> list[Verdict]:
-        """The verdicts on a pair's cases, where those that passed have failed if a kernel cannot be compiled."""
+        """The verdicts on a pair's cases, where those that passed have failed if a kernel cannot be compiled.
+
+        Nothing changes if a case raised an exception, which says the same or comes before. Of a crash or a hang it is
+        said as well that the kernel cannot be compiled.
+        """
         end = time.monotonic() + self.limit
         while self._connection is not None and self._found is not None and pair not in self._found:
             try:
@@ -134,12 +154,9 @@ class CompileCheck:
             except EOFError:  # all done, or the process has crashed: what is not known is not reported
                 self.stop()
         failures = (self._found or {}).get(pair, {})
-        return [
-            replace(verdict, failure=failures[i], raised=True)
-            if i in failures and verdict.failure is None and verdict.skipped is None
-            else verdict
-            for i, verdict in enumerate(verdicts)
-        ]
+        if any(verdict.raised for verdict in verdicts):
+            return verdicts
+        return [_with_failure(verdict, failures.get(i)) for i, verdict in enumerate(verdicts)]
 
     def stop(self) -> None:
         """End the process."""
@@ -147,6 +164,16 @@ class CompileCheck:
             self._process.kill()
             self._process.join()
         self._process = self._connection = None
+
+
+def _with_failure(verdict: Verdict, to_compile: str | None) -> Verdict:
+    """The verdict on a case, given why its kernel cannot be compiled; None: it can."""
+    if to_compile is None or verdict.skipped is not None:
+        return verdict
+    if verdict.failure is None:
+        return replace(verdict, failure=to_compile, raised=True)
+    ended = verdict.failure.startswith(("crashed", "hung"))
+    return replace(verdict, failure=f"{verdict.failure}; it {to_compile}") if ended else verdict
 
 
 def _work(connection: Connection, pairs: Sequence[Pair], plugins: Sequence[str], seed: int, quick: bool) -> None:

@@ -22,6 +22,10 @@ _WIDER_DTYPE = re.compile(r"Expected dtype \[[^]]*'fp32'[^]]*\] but got (bf16|fp
 """Such as of `tl.exp`, which Triton has for wide floats only."""
 _FUNCTION_OF_TORCH = re.compile(r"must be Tensor, not (tensor|constexpr)\b")
 """PyTorch's words for a block of Triton."""
+_COMPILER_STOPPED = re.compile("PassManager::run failed|error encountered during parsing")
+_COMPILER_PRINTED = re.compile(
+    r'^(?:loc\()?"?(?P<path>[^"\n:]+)"?:(?P<line>\d+):\d+\)?: error: (?P<text>.+)$', re.MULTILINE
+)
 _NO_ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
@@ -166,16 +170,22 @@ def _compiler_message(error: BaseException) -> _CompilerMessage | None:
     return _CompilerMessage(text, place.src or "", getattr(place.node, "lineno", 0))
 
 
-def why_not_compiled(error: BaseException, kernel: Any) -> str | None:
+def why_not_compiled(error: BaseException, kernel: Any, printed: str) -> str | None:
     """What Triton's compiler says of a kernel (a `triton.jit` function), and where. None: the error is not about the
     kernel.
+
+    Args:
+        printed: what the compiler wrote to standard error: of some mistakes it says there where they are.
     """
     if (message := _compiler_message(error)) is not None:
         return f"{_place_in_file(kernel, message)}{message.line}: {message.text}{_hint(message.text)}"
-    if type(error).__name__ == "PTXASError" or "PassManager::run failed" in str(error):
-        code = kernel.fn.__code__
-        return f", at {Path(code.co_filename).name}:{code.co_firstlineno}: {str(error).splitlines()[0]}"
-    return None
+    if type(error).__name__ != "PTXASError" and not _COMPILER_STOPPED.search(str(error)):
+        return None
+    for found in _COMPILER_PRINTED.finditer(printed):
+        if not _LIBRARIES.search(found["path"]):
+            return f", at {_line(found['path'], int(found['line']))}: {found['text']}"
+    code = kernel.fn.__code__
+    return f", at {Path(code.co_filename).name}:{code.co_firstlineno}: {str(error).splitlines()[0]}"
 
 
 def _place_in_file(kernel: Any, message: _CompilerMessage) -> str:

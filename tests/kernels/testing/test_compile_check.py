@@ -139,3 +139,18 @@ def test_which_providers_are_compiled(text, may):
     exec(f"{text}\ndef it(x):\n    return x", space)
     assert may_launch_triton(Provider("it", space["it"])) == may
     assert may_launch_triton(Provider("it", space["it"], triton_support))
+
+
+@pytest.mark.slow
+def test_what_the_interpreter_says_is_not_said_again_and_a_hang_is_explained(tmp_path, warm_python):
+    lines = {"raises": "v = v.astype(tl.float32)", "hangs": "while v > 0:\n        v = v - 1"}
+    text = "".join(KERNEL.format(name=name, above="", line=line, block=FIXED) for name, line in lines.items())
+    (tmp_path / "soft.py").write_text(PLUGIN + text)
+    command = "-m", "nanovllm", "kernels", "verify", "soft", "--kernel-plugin", tmp_path / "soft.py", "--device", "cpu"
+    options = "--provider", "raises", "--provider", "hangs", "--quick", "--timeout", "12", "--json", "-"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = warm_python.run(*command, *options, env=environment)
+    raises, hangs = (row["failures"] for row in json.loads(done.stdout))
+    assert raises and not any("compiled" in failure for failure in raises)
+    (hang,) = hangs
+    assert ": hung" in hang and "; it cannot be compiled for a GPU, at soft.py:" in hang and "`while v > 0:`" in hang
