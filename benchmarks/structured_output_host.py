@@ -38,7 +38,7 @@ class Host(NamedTuple):
     """What the host does in a step, in ms, beside filling masks."""
 
     advance: float
-    finish: float
+    bans: float
     launch: float
     schedule: float
     read: float
@@ -62,7 +62,7 @@ def step_ms(
     for fill in fills:
         model_end = max(tokens, launched) + gpu - sampling
         begun = max(tokens, launched) + host.advance
-        sample = begun + fill + host.finish
+        sample = begun + fill + host.bans
         if beside:
             launched = begun + host.read + host.schedule + host.launch
         else:

@@ -99,7 +99,7 @@ class Batch:
             elif part.samples:
                 logits_rows.append(row - 1)
             if part.samples:
-                sample_rows.append(len(logits_rows) - 1)
+                sample_rows.append(len(logits_rows) - 1)  # the row that was just appended
         prefills = parts[num_decodes:]
         return cls(
             tokens=tokens,

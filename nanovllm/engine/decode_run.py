@@ -16,8 +16,8 @@ class DecodeRun:
     A run knows in advance when each sequence begins a block or reaches its greatest length. A step looks only at these
     sequences. When one sequence needs a block, every sequence that needs one soon gets its block too, so that the host
     sends new blocks to the device once in many steps. No sequence is preempted for a reserved block, and no sequence
-    gets blocks beyond its greatest length. The blocks that all sequences may need for the same number of tokens stay
-    free.
+    gets blocks beyond its greatest length. A reservation leaves so many blocks free that every sequence could still get
+    the blocks of as many tokens.
 
     Args:
         step: the first step, of kind DECODE, with all running sequences.

@@ -51,7 +51,8 @@ class StepBudget:
     def take(self, num_tokens: int, samples: bool) -> None:
         """The step takes these tokens of a sequence. samples: they are its last ones."""
         self.num_tokens -= num_tokens
-        if not self.full_speed and not samples:
+        is_piece = not samples  # of a prompt, which ends in a later step
+        if is_piece and not self.full_speed:
             self.num_piggybacked -= num_tokens
             self.num_pieces -= 1
 

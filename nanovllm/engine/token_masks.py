@@ -76,8 +76,8 @@ class MaskJob:
         for (_, seq, position), constraint in zip(self._rows, self.constraints):
             assert position <= len(seq.token_ids) + 1
             pending = [self._tokens[self._index[seq]]] if position > len(seq.token_ids) else []
-            num_taken = seq.prompt_len + constraint.num_taken
-            constraint.take(seq.token_ids[num_taken:] + pending if num_taken < position else [])
+            next_position = seq.prompt_len + constraint.num_taken
+            constraint.take(seq.token_ids[next_position:] + pending if next_position < position else [])
             may_ban = seq.logit_rules is not None or seq.params.min_tokens
             self._banned.append(list(_banned(seq, pending)) if may_ban else [])
 

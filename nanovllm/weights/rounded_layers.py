@@ -57,8 +57,8 @@ def round_layers(
         if set(weight.ops) == {_OP}:  # the checkpoint was made for it
             continue
         form = rounded(weight, buffer, kernels)
-        quantising = [m for m in form.matrices if m.quantising_op]
-        if form.quantised_weights(start) == sum(m.shape[0] * m.shape[1] for m in quantising) > 0:
+        wanted = sum(m.shape[0] * m.shape[1] for m in form.matrices if m.quantising_op)
+        if wanted and form.quantised_weights(start) == wanted:
             weight.use_for(range(start, ANY.stop), form)
             counts[start] += 1
         else:

@@ -18,7 +18,11 @@ from nanovllm.weights.tokenizer import load_tokenizer
 from tests import tiny
 
 NOTHING = Host(0, 0, 0, 0, 0)
-HOST = Host(advance=0.2, finish=0.1, launch=0.2, schedule=0.1, read=0.5)
+HOST = Host(advance=0.2, bans=0.1, launch=0.2, schedule=0.1, read=0.5)
+
+
+def test_the_host_has_the_times_that_are_measured():
+    assert set(Host._fields) <= set(SAID)
 
 
 def test_the_time_line_of_a_step():
@@ -31,7 +35,7 @@ def test_the_time_line_of_a_step():
     assert host_bound == pytest.approx(0.2 + 3.0 + 0.1 + 0.2 + 0.1 + 0.5, rel=0.01)
     by_masks = 0.2 + 3.0 + 0.1 + 0.1  # the host's other work is beside that
     assert step_ms([3.0] * 999, HOST, 2.0, True, **line) == pytest.approx(by_masks, rel=0.01)
-    by_the_host = Host(advance=0.2, finish=0.1, launch=2, schedule=1, read=1)
+    by_the_host = Host(advance=0.2, bans=0.1, launch=2, schedule=1, read=1)
     assert step_ms([0.5] * 999, by_the_host, 2.0, True, **line) == pytest.approx(0.2 + 2 + 1 + 1, rel=0.01)
     assert step_ms([0.5] * 50, HOST, 2.0, True, sampling=0.1, masking=0.3) == pytest.approx(2.3)
 

@@ -77,7 +77,8 @@ class StartedMasks:
         """The masks on the device, for what is launched next; valid until the next call for other masks.
 
         The caller waits until the grammars have advanced: from then on the thread does not read the sequences. For the
-        masks the device waits at the gate; if there is none, or with `host_waits`, the caller waits for them too.
+        masks the device waits at the gate; if there is none, or with `host_waits`, which overrides `device_waits` of
+        `start`, the caller waits for them too.
 
         Raises:
             Whatever reading the tokens of the step before raised; or filling the masks, if the caller waits for them.

@@ -173,7 +173,8 @@ def enabled_paths(
     if policy.padding is None:
         decode_padding = on_gpu
         # Padding without graphs only costs time, so `prefill_graphs=True` has to ask for it.
-        prefill_padding = policy.prefill_graphs and not (on_gpu and allowed)
+        graphs_were_possible = on_gpu and allowed
+        prefill_padding = policy.prefill_graphs and not graphs_were_possible
     return EnabledPaths(
         device_state=policy.device_state,
         decode_graphs=decode_graphs,

@@ -92,7 +92,7 @@ def _best_groups(common: list[int]) -> list[tuple[int, int, int]]:
             if saved_as_one >= run.saved:
                 run.saved, run.groups = saved_as_one, [(run.start, row + 1, run.blocks)]
             if open_runs[-1].blocks < blocks:
-                open_runs.append(_Run(blocks, run.start))
+                open_runs.append(_Run(blocks, run.start))  # the ended run begins a longer one, of fewer blocks
             open_runs[-1].saved += run.saved
             open_runs[-1].groups += run.groups
         if open_runs[-1].blocks < blocks:

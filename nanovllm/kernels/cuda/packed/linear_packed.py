@@ -227,7 +227,8 @@ def _parts(
     if storage == "int4" and size and WIDE_TOKENS < x.numel() // size <= 2 * WIDE_TOKENS and _has_wide(x.device):
         xs = list(x.reshape(-1, size).split(WIDE_TOKENS))
     ws = [kernel_weight(part, storage, weight, scale, zero, sums) for part in xs]
-    return [(part, w) for part, w in zip(xs, ws) if w is not None] if None not in ws else []
+    found = [(part, w) for part, w in zip(xs, ws) if w is not None]
+    return found if len(found) == len(xs) else []
 
 
 def _joined(x: torch.Tensor, parts: list[Part], bias: torch.Tensor | None, gated: bool = False) -> torch.Tensor:

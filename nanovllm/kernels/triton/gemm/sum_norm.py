@@ -64,8 +64,8 @@ def sum_add_rms_norm(
     size = residual.shape[-1]
     block = next_power_of_2(size)
     counts = [parts.shape[1] for parts in sums]
-    rows = (whole.view(-1, size).split(counts) for whole in (residual, y, new_residual))
-    for parts, before, normed, total in zip(sums, *rows, strict=True):
+    before_of, normed_of, total_of = (whole.view(-1, size).split(counts) for whole in (residual, y, new_residual))
+    for parts, before, normed, total in zip(sums, before_of, normed_of, total_of, strict=True):
         splits, num_tokens, _ = parts.shape
         sum_norm_kernel[(num_tokens,)](
             parts, before if bias is None else bias, before, norm_weight, normed, total, num_tokens, eps,
