@@ -12,7 +12,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from nanovllm.field_docs import DocWithFields
-from nanovllm.foreign_arguments import ForeignArgument
+from nanovllm.foreign_arguments import AS_ASKED, ForeignArgument
 from nanovllm.wording import brief
 
 T = TypeVar("T", bound=type)
@@ -93,19 +93,23 @@ def reject_unknown(kind: str, given: Iterable[str], known: Iterable[str], all_of
 
 
 def drop_foreign(kind: str, given: dict[str, Any], foreign: Mapping[str, ForeignArgument]) -> None:
-    """Remove the arguments of other libraries that have no effect here from `given`, with one log line.
+    """Remove the arguments of other libraries that have no effect here from `given`, with a log line.
+
+    It is a warning for those whose value contradicts what the engine does.
 
     Raises:
         TypeError: one of them asks for what is not supported; the message says why, and what to do instead.
     """
-    dropped = []
+    dropped: dict[int, list[str]] = {logging.WARNING: [], logging.INFO: []}
     for name in [name for name in given if name in foreign]:
         value, argument = given.pop(name), foreign[name]
         if not argument.is_harmless(value):
             raise TypeError(f"{kind} got {name}={brief(value)}: {argument.answer}")
-        dropped.append(f"{name}={brief(value)} ({argument.answer})")
-    if dropped:
-        logger.info("%s takes these arguments without effect: %s", kind, "; ".join(dropped))
+        as_asked = name not in AS_ASKED or argument._replace(harmless=AS_ASKED[name]).is_harmless(value)
+        dropped[logging.INFO if as_asked else logging.WARNING].append(f"{name}={brief(value)} ({argument.answer})")
+    for level, said in dropped.items():
+        if said:
+            logger.log(level, "%s takes these arguments without effect: %s", kind, "; ".join(said))
 
 
 def rejects_unknown(

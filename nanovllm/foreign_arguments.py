@@ -127,10 +127,12 @@ ENGINE_ARGUMENTS = table(
     ("a model runs on one machine; use its GPUs with tensor_parallel_size", _ONE, "nnodes node_rank"),
     ("experts are split by tensor_parallel_size, and their choices are not returned; leave it out", _OFF,
      "enable_return_routed_experts"),
-    ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb kv_offloading_size"
-     " offload_backend offload_group_size"),
-    ("weights stay on the device", None, "cpu_offload_params kv_offloading_backend"
-     " offload_num_in_group offload_prefetch_step offload_params"),
+    ("weights stay on the device; use a smaller dtype or a GGUF file", _OFF, "cpu_offload_gb offload_backend"
+     " offload_group_size"),
+    ("weights stay on the device", None, "cpu_offload_params offload_num_in_group offload_prefetch_step"
+     " offload_params"),
+    ("the KV cache stays on the device; use kv_cache_dtype=\"fp8\"", _OFF, "kv_offloading_size"),
+    ("the KV cache stays on the device; use kv_cache_dtype=\"fp8\" for a smaller one", None, "kv_offloading_backend"),
     ("images, audio and video are not supported; send text", _OFF, "mm_processor_kwargs"
      " media_io_kwargs enable_mm_embeds interleave_mm_strings allowed_local_media_path allowed_media_domains"
      " mm_encoder_only mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path"
@@ -219,6 +221,14 @@ ENGINE_ARGUMENTS = table(
     ("the KV cache is always used; leave it out", (None, True), "use_cache"),
 )  # fmt: skip
 """Arguments of `vllm.LLM`, and some of transformers' `from_pretrained`."""
+
+AS_ASKED: dict[str, Sequence[Any]] = {
+    "enable_chunked_prefill": (None, True),
+    "compilation_config": (*_OFF, 1, 2, 3),  # levels, of which vLLM has one by default
+    "disable_cascade_attn": _OFF,
+    **dict.fromkeys(("cuda_graph_sizes", "cudagraph_capture_sizes", "max_cudagraph_capture_size"), _OFF),
+}
+"""Of arguments without effect, the values that ask for what the engine does anyway. Others get a warning."""
 
 SAMPLING_ARGUMENTS = table(
     ("use max_tokens", _RENAMED, "max_new_tokens max_completion_tokens max_length max_output_tokens n_predict"

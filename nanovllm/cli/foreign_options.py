@@ -1,4 +1,4 @@
-"""Options of vLLM, SGLang and llama.cpp, in `nanovllm serve`, `chat`, `generate` and `bench serve`."""
+"""Options of vLLM, SGLang, TensorRT-LLM and llama.cpp, in `nanovllm serve`, `chat`, `generate` and `bench serve`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from itertools import takewhile
 from typing import Any
 
 from typer.core import TyperCommand
@@ -19,7 +20,16 @@ _SHORT = {
     "-tp": "--tensor-parallel-size",
     "--tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "--pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
+    "--dp": "--data-parallel-size",
+    "-ep": "--enable-expert-parallel",
+    "--ep": "--ep-size",
+    "-dcp": "--decode-context-parallel-size",
+    "--dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "--pcp": "--prefill-context-parallel-size",
+    "-asc": "--api-server-count",
     "-q": "--quantization",
     "-O": "--optimization-level",
     "-m": "--model",
@@ -51,7 +61,12 @@ SERVER_ARGUMENTS = table(
     ("the level of the server's own logs is log_level", None, "uvicorn_log_level log_level_http"),
     ("there is one line of statistics every 10 s of work, and disable_log_stats turns it off", None,
      "aggregate_engine_logging enable_logging_iteration_details"),
-    ("there are no such routes", None, "disable_fastapi_docs enable_server_load_tracking enable_offline_docs"),
+    ("there are no such routes", None, "disable_fastapi_docs enable_server_load_tracking enable_offline_docs"
+     " enable_tokenizer_info_endpoint"),
+    ("parts of a message's content are joined, a line each", None, "chat_template_content_format"),
+    ("a request cannot contain a chat template", None, "trust_request_chat_template"),
+    ("use log_level, log_json or access_log", (), "log_config_file"),
+    ("this command needs the tokenizer; in Python use LLM(skip_tokenizer_init=True)", (), "skip_tokenizer_init"),
     ("usage always has the cached tokens of the prompt", None, "enable_prompt_tokens_details enable_cache_report"),
     ("prompts are tokenised by the API process; use api_servers for more of these", None, "tokenizer_pool_size"
      " tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers"),
@@ -60,7 +75,8 @@ SERVER_ARGUMENTS = table(
     ("use chat_template", (), "chat_template_file"),
     ("no answer has an absolute link, so a proxy may serve it below any path that it removes", None,
      "root_path api_prefix"),
-    ("options are read from the command line alone; write them into a script", (), "config"),
+    ("options are read from the command line alone; write them into a script", (), "config"
+     " extra_llm_api_options"),
     ("clients need a certificate if ssl_ca_certs is given", (), "ssl_cert_reqs"),
     ("put a proxy with these options before the server", (), "ssl_ciphers ssl_keyfile_password enable_ssl_refresh"
      " middleware"),
@@ -75,6 +91,10 @@ SERVER_ARGUMENTS = table(
     ("use api_servers", (), "api_server_count"),
     ("use cors_origin", (), "allowed_origins"),
     ("use otlp_endpoint", (), "otlp_traces_endpoint"),
+    # Options of TensorRT-LLM.
+    ("use gpu_memory_utilization", (), "kv_cache_free_gpu_memory_fraction free_gpu_memory_fraction"),
+    ("use max_num_batched_tokens", (), "max_num_tokens"),
+    ("there is one engine", None, "backend"),
     # Options of llama.cpp.
     ("use max_model_len", (), "ctx_size"),
     ("use max_num_seqs", (), "parallel"),
@@ -100,7 +120,7 @@ SERVER_ARGUMENTS = table(
     ("all layers are on one device; use device", (), "n_gpu_layers gpu_layers"),
     ("the engine decides this itself", None, "mlock mmap jinja cont_batching flash_attn"),
 )  # fmt: skip
-"""Arguments of the servers of vLLM, SGLang and llama.cpp that the engines of the first two do not have."""
+"""Arguments of the servers of vLLM, SGLang, TensorRT-LLM and llama.cpp that are not in `ENGINE_ARGUMENTS`."""
 
 BENCH_ARGUMENTS = table(
     ("pass the address without an option: nanovllm bench serve http://127.0.0.1:8000", (), "base_url host port"),
@@ -136,11 +156,17 @@ _FLAGS = frozenset(
     " allow_deprecated_quantization tokens_only async_engine data_parallel_hybrid_lb data_parallel_external_lb"
     " data_parallel_multi_port_external_lb mlock mmap jinja cont_batching return_tokens_as_token_ids headless metrics"
     " slots props webui verbose embedding embeddings rerank reranking allow_credentials save_result save_detailed"
-    " async_scheduling ignore_eos".split()
+    " async_scheduling ignore_eos trust_request_chat_template skip_tokenizer_init".split()
 )
 _FIELD = "the field {} of each request"
 _ARE_FLAGS = ("enable_", "disable_", "use_")
 _HAVE_VALUES = frozenset(["disable_access_log_for_endpoints"])
+_HAVE_SEVERAL = frozenset(
+    "cudagraph_capture_sizes cuda_graph_sizes numa_bind_nodes numa_bind_cpus collect_detailed_traces ignore_patterns"
+    " lora_modules lora_target_modules kv_cache_dtype_skip_layers logits_processors allowed_media_domains"
+    " device_ids".split()
+)
+"""Options that take all words up to the next option."""
 
 
 class EngineCommand(TyperCommand):
@@ -205,8 +231,9 @@ class EngineCommand(TyperCommand):
             if given not in known and given.replace("_", "-") in known:
                 given = given.replace("_", "-")
             name = given.removeprefix("--").replace("-", "_")
-            off = name.startswith("no_") and self.answer_to(name) is None
-            argument = self.answer_to(name.removeprefix("no_") if off else name)
+            asked = name.partition(".")[0]  # --some-config.entry sets an entry of --some-config
+            off = asked.startswith("no_") and self.answer_to(asked) is None
+            argument = self.answer_to(asked.removeprefix("no_") if off else asked)
             if given == "--":
                 yield from args[i:]
                 return
@@ -218,6 +245,9 @@ class EngineCommand(TyperCommand):
             flag = off or name in _FLAGS or name.startswith(_ARE_FLAGS) and name not in _HAVE_VALUES
             if not equals and not flag and i + 1 < len(args) and not args[i + 1].startswith("-"):
                 value = args[next(rest)]
+                if name in _HAVE_SEVERAL:
+                    for _ in _further_values(args, i + 2):
+                        next(rest)
             if elsewhere or argument is None:
                 refused.append(f"{given}: {elsewhere}")
             elif not argument.is_harmless(_parsed(value) if value else not off):
@@ -246,6 +276,14 @@ def _of_serve() -> frozenset[str]:
     from nanovllm.cli.serve_options import EngineOptions
 
     return frozenset(field.name for field in fields(EngineOptions))
+
+
+def _further_values(args: list[str], begin: int) -> list[str]:
+    """The words from `begin` to the next option. A word that may be the model is none, unless the model came first."""
+    words = list(takewhile(lambda word: not word.startswith("-"), args[begin:]))
+    return (
+        words if not args[0].startswith("-") else list(takewhile(lambda word: re.fullmatch(r"[\d,.-]+", word), words))
+    )
 
 
 def _with_each_name(args: list[str]) -> list[str]:
@@ -298,6 +336,7 @@ def _as_options(answer: str, known: Mapping[str, Any]) -> str:
     answer = re.sub(r'--kernels=\{"(\w+)": \["(\w+)"\]\}', r'--kernels "\1=\2"', answer)
     answer = re.sub(r"(--[\w-]+)=(\{.*?\})", r"\1 '\2'", answer)
     answer = re.sub(r'(--[\w-]+)="(\w+)"( or )"(\w+)"', r"\1 \2\3\4", answer)
+    answer = re.sub(r'(--[\w-]+)="(\w+)"', r"\1 \2", answer)
     if lacking:
         answer += f" (`nanovllm serve` has {' and '.join(elsewhere[name] for name in dict.fromkeys(lacking))}"
         answer += ", and LLM in Python)" if {name.removesuffix("=False") for name in lacking} <= _of_serve() else ")"

@@ -66,6 +66,17 @@ def test_defaults_of_vllm_are_taken(caplog):
     assert SamplingParams(**given) == SamplingParams()
 
 
+def test_a_value_that_the_engine_contradicts_is_warned_of(caplog):
+    with caplog.at_level(logging.INFO, "nanovllm.arguments"):
+        EngineConfig("m", enable_chunked_prefill=False, compilation_config={"mode": 3}, swap_space=4)
+        EngineConfig("m", cudagraph_capture_sizes=[1, 2])
+    warned, other, sizes = caplog.records
+    assert warned.levelno == sizes.levelno == logging.WARNING and other.levelno == logging.INFO
+    assert "enable_chunked_prefill=False (long prompts are always split over steps)" in warned.message
+    assert "compilation_config={'mode': 3} (models are not compiled" in warned.message
+    assert "swap_space=4" in other.message and "cudagraph_capture_sizes=[1, 2]" in sizes.message
+
+
 def test_no_code_of_a_checkpoint_is_run_though_it_is_trusted(tmp_path):
     """Neither for an architecture that is not supported, nor to make a tokenizer."""
     config = {
