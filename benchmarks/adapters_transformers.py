@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from benchmarks.adapters_work import limit, works
+from benchmarks.needs import progress
 from nanovllm.adapters.transformers import OPS, apply, kernel_mapping
 
 # Few layers and a small vocabulary, to try the script on a CPU.
@@ -188,6 +189,7 @@ class Measuring:
     def _model(self, name: str, sides: list[str]) -> None:
         if self._is_over(f"{name}: {', '.join(sides)}"):
             return
+        progress(f"making {name} on {self._args.device}")
         model = made(name, self._args.device)
         makers = works(self._args)
         for make in makers[len(makers) - 1 - bool(self._args.prefill) :] if PARTS[0] in sides else makers:
@@ -204,6 +206,7 @@ class Measuring:
                     continue
                 if side in self.failed:
                     continue
+                progress(f"{name}, {work.name}, {side}: round {turn + 1} of {self._args.rounds}")
                 try:
                     with side_of(model, side, self._ops):
                         if not turn:

@@ -1,4 +1,4 @@
-"""What a script needs, looked at before it starts anything."""
+"""What a script needs, looked at before it starts anything, and the lines that say what it does."""
 
 from __future__ import annotations
 
@@ -22,3 +22,8 @@ def need_gpu(remedy: str = "run this on a machine with one") -> None:
     """End the program with a sentence if there is no GPU."""
     if not torch.cuda.is_available():
         sys.exit(f"this machine has no CUDA device, and vLLM is measured on one; {remedy}")
+
+
+def progress(what: str) -> None:
+    """Say on standard error what is being done now: without a GPU it may take hours."""
+    print(f"{what} ...", file=sys.stderr, flush=True)

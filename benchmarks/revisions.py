@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
+from benchmarks.needs import progress
 from benchmarks.turns import Peer, serve, stop_on_signals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
                 environment = {"PYTHONPATH": f"{code[name]}:{ROOT}"}
                 peers.append(Peer(name, command, environment, Path(folder) / f"log-{i}"))
                 peers[-1].ask({})
+            progress(f"loading {args.model} {len(peers)} times")
             return measure(args, peers, workloads, code)
         finally:
             for peer in peers:
@@ -160,6 +162,7 @@ def measure(args: argparse.Namespace, peers: list[Peer], workloads: list[Any], c
         if time.perf_counter() > end:
             print(f"{turn - 1} of {args.rounds} rounds, as the budget allows")
             break
+        progress(f"round {turn} of {args.rounds}" if turn else "a round that is not counted")
         for workload in workloads:
             items = workload.draw(turn, vocabularies[0])
             request = {"prompts": [i.prompt for i in items], "lengths": [i.num_output for i in items]}

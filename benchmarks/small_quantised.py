@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.needs import progress
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import ONLINE_QUANTIZATION
 from nanovllm.garbage_collector import collector_off
@@ -111,6 +112,7 @@ def rows(
     """Each form in turn, bfloat16 first if it is among them."""
     base: dict[str, float] = {}
     for form in sorted(forms, key=lambda form: form != "bf16"):
+        progress(f"loading {preset} in {form}")
         llm = LLM(
             preset, load_format="dummy", dtype="bfloat16", quantization=None if form == "bf16" else form,
             expand_small_weights=expand, device=device, skip_tokenizer_init=True, enable_prefix_caching=False,
@@ -118,6 +120,7 @@ def rows(
             max_model_len=max(load.prompt + load.output for load in asked),
         )  # fmt: skip
         for load in asked:
+            progress(f"measuring {preset} in {form}: {load.name}")
             value = measure(llm, load, repeat)
             if form == "bf16":
                 base[load.name] = value

@@ -268,19 +268,25 @@ def _show(size: int, said: dict[str, Any], first: dict[int, dict[str, Any]]) -> 
     print(f"| {said['count']} | {said['rate']:,.0f} | {ratio:.2f} | {min(equal)}, {mean:.0f} |", flush=True)
 
 
-def beside_vllm(args: argparse.Namespace, ranks: list[int], end: float) -> None:
-    """Both engines on each number of GPUs; `end` is on the clock `time.monotonic`."""
-    from benchmarks.tensor_parallel_peer import Side, compare, jobs
+def folder_of_vllm(given: list[str]) -> Path:
+    """The folder that --engine-path names; the program ends with a sentence if vLLM is not in it."""
     from nanovllm.bench.command_line import engine_paths
-    from nanovllm.bench.workloads import WORKLOADS
-    from nanovllm.models.model_presets import preset
 
     try:
-        folder = Path(engine_paths(args.engine_path, ["vllm"])["vllm"])
+        folder = Path(engine_paths(given, ["vllm"])["vllm"])
     except ValueError as error:
         sys.exit(str(error))
     if not (folder / "vllm").is_dir():
-        sys.exit(f"--engine-path vllm={folder}: there is no package vllm in this directory")
+        sys.exit(f"--engine-path vllm={folder}: there is no package vllm in this directory; name its site-packages")
+    return folder
+
+
+def beside_vllm(args: argparse.Namespace, folder: Path, ranks: list[int], end: float) -> None:
+    """Both engines on each number of GPUs. folder: of vLLM; `end` is on the clock `time.monotonic`."""
+    from benchmarks.tensor_parallel_peer import Side, compare, jobs
+    from nanovllm.bench.workloads import WORKLOADS
+    from nanovllm.models.model_presets import preset
+
     loads = [f"bs{count}" for count in _numbers(args.sequences)]
     if unknown := set(loads) - set(WORKLOADS):
         sys.exit(f"--sequences {args.sequences}: bench.py has no workload {', '.join(sorted(unknown))}")
@@ -328,13 +334,17 @@ def main() -> None:
         return
     end = time.monotonic() + (args.limit or threading.TIMEOUT_MAX)
     ranks = _numbers(args.ranks)
-    if args.device == "cuda" and max(ranks) > torch.cuda.device_count():
-        sys.exit(f"--ranks {args.ranks}: this machine has {torch.cuda.device_count()} CUDA device(s)")
+    folder = folder_of_vllm(args.engine_path) if args.engine_path else None
+    if args.device == "cuda" and max(ranks) > (there := torch.cuda.device_count()):
+        remedy = f"name at most {there}" if there else "use --device cpu to try the script"
+        sys.exit(
+            f"--ranks {args.ranks}: this machine has {there} CUDA device(s); run this on one with more, or {remedy}"
+        )
     if args.profile is not None:
         profiles(args, ranks)
         return
-    if args.engine_path:
-        beside_vllm(args, ranks, end)
+    if folder is not None:
+        beside_vllm(args, folder, ranks, end)
         return
     if args.collectives and max(ranks) > 1:
         collectives(max(ranks), args.device, args.width, args.columns, _numbers(args.sequences))

@@ -24,7 +24,9 @@ def test_rows(tmp_path, capsys):
         for side in ("plain", "nanovllm")
     ]
     assert all(row["difference"] < 1e-4 and row["share"] is None for row in rows)
-    assert "| tiny | prefill 2 x 6 | nanovllm |" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "| tiny | prefill 2 x 6 | nanovllm |" in out
+    assert "making tiny on cpu ...\n" in err and "tiny, prefill 2 x 6, nanovllm: round 1 of 1 ...\n" in err
 
 
 def test_a_side_is_taken_back():

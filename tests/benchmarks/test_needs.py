@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import needs, vllm_ops, vllm_plugin, vllm_tokens
+from benchmarks import needs, tensor_parallel, vllm_ops, vllm_plugin, vllm_tokens
 from benchmarks.serving import beside_vllm
 
 NOT_INSTALLED = "vllm is not installed here; run this in vLLM's environment, with nanovllm in it"
@@ -73,6 +73,22 @@ def test_the_server_is_not_started_beside_nothing(machine, monkeypatch, tmp_path
     for args in (["--parts", "std256,storm"], ["--peer", "nanovllm"], ["--peer-command", "other {port}"]):
         with pytest.raises(ValueError, match="--structured none: must be 3 whole numbers"):  # which is looked at next
             said(*args, "--structured", "none")
+
+
+def test_ranks_without_gpus_have_a_remedy_and_vllm_is_looked_for_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    def said(*args):
+        monkeypatch.setattr(sys, "argv", ["tensor_parallel", *args])
+        return ended(tensor_parallel.main)
+
+    assert said().endswith("has 0 CUDA device(s); run this on one with more, or use --device cpu to try the script")
+    assert said("--engine-path", f"vllm={tmp_path / 'none'}").startswith(
+        f"--engine-path vllm={tmp_path / 'none'}: there"
+    )
+    assert "there is no package vllm in this directory" in said("--engine-path", f"vllm={tmp_path}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert said().endswith("has 1 CUDA device(s); run this on one with more, or name at most 1")
 
 
 def test_an_empty_table_is_not_shown(capsys):

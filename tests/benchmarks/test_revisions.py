@@ -52,4 +52,5 @@ def test_a_revision_beside_the_files(tiny_qwen3, tmp_path, capfd):
         ("tiny", "HEAD", 2),
         ("tiny", ".", 2),
     ]
-    assert "| tiny | HEAD |" in capfd.readouterr().out
+    out, err = capfd.readouterr()
+    assert "| tiny | HEAD |" in out and "loading " in err and "round 2 of 2 ...\n" in err

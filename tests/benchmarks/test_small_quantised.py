@@ -1,6 +1,7 @@
 """The benchmark of small quantised models, on a tiny one."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -24,7 +25,9 @@ def test_rows_of_each_form(tmp_path, capsys):
     assert [row["unit"] for row in rows[:4]] == ["tok/s", "tok/s", "prompts/s", "prompts/s"]
     for plain, packed in zip(rows[:4], rows[4:]):
         assert plain["ratio"] == 1 and packed["ratio"] == packed["value"] / plain["value"]
-    *shown, _, _ = capsys.readouterr().out.splitlines() + ["", ""]
+    out, err = capsys.readouterr()
+    *shown, _, _ = out.splitlines() + ["", ""]
+    assert re.findall("loading .* in (.*) [.]{3}\n", err) == ["bf16", "int4"] and err.count("measuring ") == 8
     assert sum(" of bf16" in line for line in shown) >= 4 and any("rows of 8 are more than 1 %" in s for s in shown)
 
 
