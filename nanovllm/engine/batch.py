@@ -29,7 +29,7 @@ class PromptRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The host side of a forward pass: one row a token, decodes first, then the runs of tokens of the others.
+    """The host side of a forward pass: one column a token, decodes first, then the runs of tokens of the others.
 
     A token that was sampled in a step whose result the host has not read yet is written as -1 - seq_slot;
     `resolve_tokens` replaces it on the device by the last token sampled in that seq_slot.
@@ -45,7 +45,7 @@ class Batch:
     prefill_query_lens: tuple[int, ...]
     prefill_context_lens: tuple[int, ...]
     logits_rows: np.ndarray
-    """int64: the rows whose logits are needed, in order."""
+    """int64: the columns of the tokens whose logits are needed, in order."""
     sample_rows: np.ndarray
     """int64: for each part that samples, its row among the logits."""
     prompt_rows: tuple[PromptRows, ...]

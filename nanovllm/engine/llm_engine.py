@@ -240,7 +240,12 @@ class LLMEngine:
         return list(requests)
 
     def _process_token(self, request: Request, completion: Completion) -> None:
-        """Let a completion's constraint, text and stream take its newest token. Its stop strings may end it."""
+        """Let a completion's constraint, text and stream take its newest token. Its stop strings may end it.
+
+        Finish reasons, the first that applies: "abort", if the token ended the sequence only because its constraint had
+        failed; "stop" by an end or stop token, as the scheduler said; "stop" by a stop string; "length", as the
+        scheduler said; "abort", if the constraint can make no further mask.
+        """
         seq, constraint = completion.seq, completion.seq.constraint
         if seq.finished and constraint is not None and constraint.ended_by_force(seq.num_output_tokens):
             self._log_early_end(request, constraint.error)  # only an end token was allowed

@@ -154,6 +154,7 @@ class ModelRunner:
         if batch.prompt_rows:
             prompt, logits = self._with_prompt_logprobs(batch, logits)
         elif logits is None:
+            # `hidden` may pad `logits_rows` (`FastPaths.pad`), and the rows of the padding are cut off.
             logits = self.paged.logits(self.hidden(batch))[: len(batch.logits_rows)]
         sampling = step.sampling_parts
         if not sampling:

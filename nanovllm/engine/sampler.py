@@ -29,7 +29,7 @@ class SamplingRow(NamedTuple):
     position: int
     """Which draw this is: the new token's position in the sequence, so that a recomputed sequence draws the same."""
     seq_slot: int
-    """The sequence's row in the sampler's penalty state; no two rows of a step share one."""
+    """The sequence's seq_slot, by which the sampler keeps what penalties need; no two rows of a step share one."""
     changes: Sequence[LogitChange] = ()
     """Bias, bad words, and the end and stop tokens that are banned before `min_tokens` is reached."""
 

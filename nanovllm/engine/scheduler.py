@@ -130,7 +130,11 @@ class Scheduler:
         return self.piggyback.budget(running, waiting, self.max_num_batched_tokens)
 
     def _schedule_running(self, running: list[Sequence], budget: StepBudget) -> list[ScheduledSequence]:
-        """Parts of running sequences, in the order of their admission. If blocks are missing, the last is preempted."""
+        """Parts of running sequences, in the order of their admission. If blocks are missing, the last is preempted.
+
+        No sequence that has a part already is preempted: those admitted last go first, at the latest `seq` itself, and
+        it was admitted after all that have parts. One at its end (`_at_end`), which is not in `running`, may be.
+        """
         parts: list[ScheduledSequence] = []
         for seq in running:
             if seq.status is not SequenceStatus.RUNNING or not budget.num_tokens:
