@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 
 import torch
 
@@ -22,6 +23,19 @@ def need_gpu(remedy: str = "run this on a machine with one") -> None:
     """End the program with a sentence if there is no GPU."""
     if not torch.cuda.is_available():
         sys.exit(f"this machine has no CUDA device, and vLLM is measured on one; {remedy}")
+
+
+def folder_of_vllm(given: list[str]) -> Path:
+    """The folder that --engine-path names; the program ends with a sentence if vLLM is not in it."""
+    from nanovllm.bench.command_line import engine_paths
+
+    try:
+        folder = Path(engine_paths(given, ["vllm"])["vllm"])
+    except ValueError as error:
+        sys.exit(str(error))
+    if not (folder / "vllm").is_dir():
+        sys.exit(f"--engine-path vllm={folder}: there is no package vllm in this directory; name its site-packages")
+    return folder
 
 
 def progress(what: str) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.needs import folder_of_vllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.group import Group
 from nanovllm.distributed.processes import Processes
@@ -266,19 +267,6 @@ def _show(size: int, said: dict[str, Any], first: dict[int, dict[str, Any]]) -> 
     mean = sum(equal) / len(equal)
     ratio = said["rate"] / base["rate"]
     print(f"| {said['count']} | {said['rate']:,.0f} | {ratio:.2f} | {min(equal)}, {mean:.0f} |", flush=True)
-
-
-def folder_of_vllm(given: list[str]) -> Path:
-    """The folder that --engine-path names; the program ends with a sentence if vLLM is not in it."""
-    from nanovllm.bench.command_line import engine_paths
-
-    try:
-        folder = Path(engine_paths(given, ["vllm"])["vllm"])
-    except ValueError as error:
-        sys.exit(str(error))
-    if not (folder / "vllm").is_dir():
-        sys.exit(f"--engine-path vllm={folder}: there is no package vllm in this directory; name its site-packages")
-    return folder
 
 
 def beside_vllm(args: argparse.Namespace, folder: Path, ranks: list[int], end: float) -> None:
