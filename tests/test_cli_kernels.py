@@ -7,7 +7,8 @@ import pytest
 import torch
 import typer
 
-from nanovllm.kernels import all_ops
+from nanovllm.console import StatusLine
+from nanovllm.kernels import all_ops, triton_support
 from nanovllm.kernels.cpu.build import cpu_support
 from tests.commands import run_here
 from tests.providers import registered
@@ -72,7 +73,12 @@ def test_kernels_show():
         run_here("kernels", "show", op).stdout for op in ("silu_and_mul", "layernorm_residual_dropout_gelu", "sample")
     )
     for text, said in zip(
-        shown, ("cancels      a result may be near 0", "magnitude    1, of", "compare      a function")
+        shown,
+        (
+            "cancels      a result may be near 0 where arguments are large: in rows of fewer",
+            "magnitude    1, of",
+            "compare      a function",
+        ),
     ):
         assert f"\n{said}" in text
     assert "did you mean 'rms_norm'?" in run_here("kernels", "show", "rms_nrom").stderr
@@ -143,6 +149,49 @@ def test_kernels_verify_says_which_cases_failed_without_a_result(tmp_path):
         done = run_here("kernels", "verify", "softmax", *options, *more)
         assert re.search(r"^softmax +raises +21 +0 +- 21 failed$", done.stdout, re.M), done.stdout
         assert re.search(r"^softmax +mixed +21 +0 +\S+ 1\d wrong, \d failed$", done.stdout, re.M), done.stdout
+
+
+def test_kernels_verify_says_why_cases_were_skipped(tmp_path):
+    (tmp_path / "plugin.py").write_text(
+        "from nanovllm.kernels import softmax\n\n"
+        "def few(x):\n    return 'more than one row; give it one' if x.numel() > x.shape[-1] else None\n\n"
+        "def by_size(x):\n    return few(x) and f'{x.numel()} elements'\n\n"
+        "@softmax.provider('few', accepts=few)\ndef one(x):\n    return x.softmax(-1)\n\n"
+        "@softmax.provider('by_size', accepts=by_size)\ndef sized(x):\n    return x.softmax(-1)\n"
+    )
+    named = [word for name in ("few", "by_size", "native") for word in ("--provider", name)]
+    written = "--quick", "--timeout", "0", "--json", str(tmp_path / "rows.json")
+    done = run_here("kernels", "verify", "softmax", "--kernel-plugin", str(tmp_path / "plugin.py"), *named, *written)
+    rows = {row["provider"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    skipped, because = rows["few"]["skipped"], rows["by_size"]["skipped_because"]
+    assert 0 < skipped and 1 < len(because) and sum(because.values()) == skipped
+    assert rows["few"]["skipped_because"] == {"more than one row; give it one": skipped}
+    assert rows["native"]["skipped_because"] == {}
+    assert re.search(rf"^softmax +few +\d+ +{skipped} \[1\] +\S+ right$", done.stdout, re.M), done.stdout
+    assert re.search(r"^softmax +native +\d+ +0 +\S+ right$", done.stdout, re.M), done.stdout
+    said, others = " ".join(done.stdout.split()), len(because) - 1
+    assert f"[1] {skipped} skipped: more than one row; give it one" in said
+    assert f"[2] {skipped} skipped: " in said and f" elements; and {others} other reason" in said
+
+
+def test_kernels_verify_says_nothing_of_the_interpreter_where_no_triton_kernel_runs(monkeypatch):
+    """Where one does, the course shows the line."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    triton_support.cache_clear()
+    done = run_here("kernels", "verify", "softmax", "--provider", "native", "--quick", "--timeout", "0", "--seed", "0")
+    triton_support.cache_clear()
+    assert done.returncode == 0 and "interpreter" not in done.stderr
+
+
+def test_kernels_verify_counts_the_seconds_of_a_case_on_a_terminal(monkeypatch):
+    shown = []
+    monkeypatch.setattr(StatusLine, "show", lambda self, text, timed=False: shown.append((text, timed)))
+    done = run_here("kernels", "verify", "softmax", "--provider", "native", "--quick")
+    assert done.returncode == 0
+    of_cases = [timed for text, timed in shown if text.startswith("softmax, native: ")]
+    assert len(of_cases) == 21 and all(of_cases)
+    assert ("starting a process for the cases ...", True) in shown and ("loading the kernels ...", True) in shown
 
 
 def test_kernels_verify_says_a_wrong_shape_once_and_with_how_many_shapes(tmp_path):

@@ -59,6 +59,20 @@ def test_a_lesson_end_to_end(tmp_path):
     assert files[2].read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_was_not_compiled_is_said_in_80_columns(monkeypatch):
+    pytest.importorskip("triton")
+
+    def refuse(*_):
+        raise RuntimeError("Triton compiles nothing here; " + "unset its variable " * 4)
+
+    monkeypatch.setattr("nanovllm.lab.lesson_run.triton_reading", refuse)
+    done = lab("softmax", "--way", "triton", "--sizes", "64", "--device", "cpu", "--gpu", "h100")
+    lines = done.output.splitlines()
+    assert "Triton compiled for" not in done.output and max(map(len, lines)) <= 80
+    said = " ".join(done.output.split())
+    assert "Not compiled: triton for nvidia-h100, float32, dim 64: Triton compiles nothing here; unset its" in said
+
+
 def test_several_sizes(tmp_path):
     done = lab("gelu", "--sizes", "32,16", "--device", "cpu", "--way", "plain", "--json", str(tmp_path / "gelu.json"))
     timed = {tuple(line[:2]) for line in words(done.output.split("How fast?")[1])}

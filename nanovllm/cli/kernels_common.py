@@ -51,7 +51,7 @@ def prepare(device: str, plugins: list[str] | None) -> tuple[torch.device, dict[
     from nanovllm.kernels.op.plugin_use import NOTHING_REGISTERED, registered_by
     from nanovllm.kernels.testing.plugin_check import reject_crashing
 
-    with working(f"loading {', '.join(plugins)} ..." if plugins else "loading the kernels ..."):
+    with working(f"loading {', '.join(plugins)} ..." if plugins else "loading the kernels ...", timed=True):
         reject_crashing(plugins or ())
         where = select_device(device)
         origins = load_plugins(plugins or ())

@@ -78,7 +78,8 @@ def _facts(declared: Op) -> dict[str, str]:
         "reuses": ", ".join(declared.reuses),
         "fuses": ", ".join(declared.fuses),
         "tolerance": ", ".join(f"{common.dtype_name(d)} {t:g}" for d, t in declared.tolerance.items()),
-        "cancels": "a result may be near 0 where arguments are large: errors in rows of few elements go by these"
+        "cancels": "a result may be near 0 where arguments are large: in rows of fewer than 8 elements, "
+        "errors are compared with the size of the arguments"
         if declared.cancels
         else "",
         "magnitude": f"{declared.magnitude:g}, of intermediate results" if declared.magnitude else "",

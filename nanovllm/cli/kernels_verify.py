@@ -8,6 +8,7 @@ import re
 import secrets
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,15 +57,17 @@ def verify(
     """
     if shape:
         raise ValueError(f"--shape {shape[0]}: verify runs all shapes of the op; --quick takes fewer")
-    with _interpreter(device):
-        _verify(op, provider, kernel_plugin, seed, quick, jobs, timeout, device, json_file)
+    with _interpreter(device) as interpreted:
+        _verify(op, provider, kernel_plugin, seed, quick, jobs, timeout, device, json_file, interpreted)
 
 
 def _verify(
     op: str | None, provider: list[str] | None, plugins: list[str] | None, seed: int | None, quick: bool, jobs: int,
-    timeout: float, device: str, json_file: str | None,
+    timeout: float, device: str, json_file: str | None, interpreted: bool,
 ) -> None:  # fmt: skip
+    """interpreted: say that Triton kernels run in the interpreter, if any do."""
     where, ops, origins = common.prepare(device, plugins)
+    from nanovllm.kernels.testing.compile_check import may_launch_triton
     from nanovllm.kernels.testing.verify_jobs import Setting
 
     rows: list[dict[str, Any]] = []
@@ -78,6 +81,8 @@ def _verify(
     pairs = [(r["op"], r["provider"]) for r in rows if r["reason"] is None]
     if not pairs:
         raise common.nothing_done("verified", (f"{r['provider'] or r['op']}: {r['reason']}" for r in rows))
+    if interpreted and any(may_launch_triton(ops[name].providers[chosen]) for name, chosen in pairs):
+        print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
     if seed is None:
         seed = secrets.randbelow(1 << 31)
         print(f"--seed {seed} repeats these inputs", file=sys.stderr)
@@ -100,10 +105,12 @@ def _fill(
     status, done = StatusLine(), 0
 
     def began(pair: Pair, case: Case) -> None:
-        status.show(f"{pair[0]}, {pair[1]}: {case} (done: {done} of {counted(len(pairs), 'provider')})")
+        text = f"{pair[0]}, {pair[1]}: {case} (done: {done} of {counted(len(pairs), 'provider')}) ..."
+        status.show(text, timed=True)
 
     stopped = False
-    status.show("starting a process for the cases" if setting.limit else "")
+    if setting.limit:
+        status.show("starting a process for the cases ...", timed=True)
     try:
         for pair, verdicts in _verdicts(pairs, setting, ops, began):
             by_pair[pair] |= _summary(verdicts, setting.seed)
@@ -154,6 +161,7 @@ def _summary(verdicts: list[Verdict], seed: int) -> dict[str, Any]:
         "seed": seed,
         "cases": sum(v.skipped is None for v in verdicts),
         "skipped": sum(v.skipped is not None for v in verdicts),
+        "skipped_because": dict(Counter(v.skipped for v in verdicts if v.skipped is not None)),
         "worst_error_over_tolerance": max((v.error for v in verdicts), default=0.0),
         "failures": [f"{v.case}: {v.failure}" for v in failed],
         "raised": sum(v.raised for v in verdicts),
@@ -185,7 +193,7 @@ class _VerifyTable:
         )
         if failures and worst <= 1:  # no case failed by its numbers
             error = "-"
-        counts = str(row["cases"]), str(row["skipped"])
+        counts = str(row["cases"]), str(row["skipped"]) + self._why_skipped(row["skipped_because"])
         self._rows.add(row["op"], row["provider"], *counts, error, verdict, style="red" if failures else "")
         cases_of: dict[str, list[tuple[str, str]]] = {}
         for failure in failures:
@@ -197,9 +205,20 @@ class _VerifyTable:
             text += f"; likewise with {counted(others, 'other shape')}" if others else ""
             print(textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False))
         if any(" is nan instead of " in what for what in cases_of):
-            print("  nan: not written, or computed from what lies around a tensor")
+            print("  nan: not written, read around a tensor, or computed (inf / inf, inf - inf)")
         if len(cases_of) > _MOST_SHOWN:
             print(f"  and {len(cases_of) - _MOST_SHOWN} more; `--json -` shows all")
+
+    def _why_skipped(self, because: dict[str, int]) -> str:
+        """The mark of a footnote on cases that the provider does not accept, after a space; or nothing."""
+        from nanovllm.kernels.testing.verify_jobs import NOT_RUN
+
+        refused = {reason: number for reason, number in because.items() if not reason.startswith(NOT_RUN)}
+        if not refused:
+            return ""
+        number, most = sum(refused.values()), max(refused, key=refused.__getitem__)
+        others = f"; and {counted(len(refused) - 1, 'other reason')}" if len(refused) > 1 else ""
+        return " " + self._rows.note(f"{number} skipped: {most}{others}")
 
     def end(self) -> None:
         self._rows.end()
@@ -211,8 +230,11 @@ def _without_shapes(failure: str) -> str:
 
 
 @contextmanager
-def _interpreter(device: str) -> Iterator[None]:
-    """Without a GPU, Triton kernels run in Triton's interpreter within the block, and in processes that start in it."""
+def _interpreter(device: str) -> Iterator[bool]:
+    """Without a GPU, Triton kernels run in Triton's interpreter within the block, and in processes that start in it.
+
+    Yields whether this has changed that.
+    """
     import importlib.util
 
     import_torch()
@@ -222,13 +244,12 @@ def _interpreter(device: str) -> Iterator[None]:
 
     wanted = device in ("auto", "cpu") and not torch.cuda.is_available() and importlib.util.find_spec("triton")
     if not wanted or os.environ.get("TRITON_INTERPRET") == "1":
-        yield
+        yield False
         return
-    print("No CUDA device: Triton kernels run in Triton's interpreter, on small shapes.", file=sys.stderr)
     os.environ["TRITON_INTERPRET"] = "1"
     triton_support.cache_clear()
     try:
-        yield
+        yield True
     finally:
         del os.environ["TRITON_INTERPRET"]
         triton_support.cache_clear()

@@ -108,12 +108,17 @@ def rate_of(row: WayRow, flops: bool) -> float:
 
 
 def _show_listing(listing: Listing, result: LessonResult) -> None:
-    title = f"{_TITLES[listing.way]} compiled for {result.gpu.name}, {dtype_name(listing.dtype)}, dim {listing.dim}"
+    what = f"{result.gpu.name}, {dtype_name(listing.dtype)}, dim {listing.dim}"
     if listing.reading is None:
-        print(f"\n{title}: {listing.reason}")
+        print("\n" + textwrap.fill(f"Not compiled: {listing.way} for {what}: {listing.reason}", 80))
         return
     rows = [(line.instruction, f"{line.count}x", line.meaning) for line in explained(listing.reading)]
-    print_table(("PTX", "count", "what it means"), rows, ("PTX", "what it means"), f"\n{title}")
+    print_table(
+        ("PTX", "count", "what it means"),
+        rows,
+        ("PTX", "what it means"),
+        f"\n{_TITLES[listing.way]} compiled for {what}",
+    )
     for sentence in resources_in_words(listing.reading, result.gpu):
         print(textwrap.fill(sentence, 80))
 

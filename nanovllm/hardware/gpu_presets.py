@@ -10,8 +10,8 @@ Sources of the presets:
   Microbenchmarking" (arXiv 2402.13499), rounded: about 270 cycles for the L2 cache, 470 (HBM) and 540 (GDDR6X) for
   device memory. B200: 150 ns in the nearer L2 partition (Chips and Cheese, "Nvidia's B200"); its device memory is
   assumed as slow as H100's.
-- What is sustained: measured on an H200 (PyTorch 2.11, Triton 3.6): reading at 95 % of the bandwidth and copying at
-  89 %, bfloat16 products at 80 % of the rate (a large product runs into the power limit, which lowers the clock), an
+- What is sustained: measured on an H200 (PyTorch 2.11, Triton 3.6): reading at 95 to 97 % of the bandwidth and copying
+  at 89 %, bfloat16 products at 80 % of the rate (a large product runs into the power limit, which lowers the clock), an
   L2 cache of 9.0 TB/s, and 0.95 us for an empty kernel in a CUDA graph. The other GPUs are ASSUMED to sustain the
   same shares, and an L2 cache of as many bytes a cycle and multiprocessor (RTX 4090: 16, B200: 64). `measured`
   replaces assumptions by measurements.

@@ -102,17 +102,33 @@ def resolve_kernels(
     for plugin in origins:
         warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
     if unused:
-        named_parts = list(dict.fromkeys(part for parts in unused.values() for part in parts))
-        text = f"{_yours_run(named_parts)} are not used: {', '.join(unused)}"
-        warn(logger, text) if origins else logger.info("%s", text)
+        run_by = {part: chosen[part][0].name for parts in unused.values() for part in parts}
+        named_by_user = {part: wanted_providers(ops[part], sources)[1] for part in run_by}
+        text = f"{_chosen_run(run_by, named_by_user)} are not used: {', '.join(unused)}"
+        of_engine = who == "kernel_priority"  # who names a few of a transformers model's ops has left out the others
+        warn(logger, text) if origins or of_engine else logger.info("%s", text)
     return Kernels(chosen)
 
 
-def _yours_run(parts: Sequence[str]) -> str:
-    """The first half of the sentence about fused ops that give way to the user's providers of their parts."""
-    if len(parts) == 1:
-        return f"your provider of {parts[0]} runs, so fused ops with it"
-    return f"your providers of {', '.join(parts[:-1])} and {parts[-1]} run, so fused ops with them"
+def _chosen_run(run_by: Mapping[str, str], named: Mapping[str, Sequence[str]]) -> str:
+    """The first half of the sentence about fused ops that give way to what the user chose for their parts.
+
+    Args:
+        run_by: a part -> the provider that runs it.
+        named: a part -> the providers that the user named for it; if there are none, a plugin's runs.
+    """
+    yours = [part for part in run_by if not named[part]]
+    subjects = [f"your {'provider' if len(yours) == 1 else 'providers'} of {_listed(yours)}"] if yours else []
+    for name in dict.fromkeys(name for part, name in run_by.items() if named[part]):
+        of = [part for part in run_by if named[part] and run_by[part] == name]
+        subjects.append(f"`{name}`, which you named for {_listed(of)},")
+    verb = "runs" if len(subjects) == 1 and len(yours) < 2 else "run"
+    return f"{_listed(subjects)} {verb}, so fused ops with {'it' if len(run_by) == 1 else 'them'}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    """Words as a sentence lists them: "a, b and c"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _named_parts(

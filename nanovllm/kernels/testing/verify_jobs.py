@@ -39,6 +39,8 @@ _MEMORY = 0.9
 """The share of a GPU's memory for the tensors of all processes together."""
 _MOST_CRASHES = 2
 """After this many crashes of a provider, its other cases are not run."""
+NOT_RUN = "not run: "
+"""How the reason begins for which a case is skipped because others of its provider crashed or hung."""
 
 
 @dataclass(frozen=True)
@@ -203,9 +205,9 @@ class _Processes:
         pair = op, provider
         self._crashes[pair] += 1
         if end.hung:
-            self._given_up[pair] = f"not run: a case took longer than {self.setting.limit:g} s"
+            self._given_up[pair] = f"{NOT_RUN}a case took longer than {self.setting.limit:g} s"
         elif self._crashes[pair] == _MOST_CRASHES:
-            self._given_up[pair] = f"not run: {_MOST_CRASHES} cases crashed"
+            self._given_up[pair] = f"{NOT_RUN}{_MOST_CRASHES} cases crashed"
         yield (op, provider, index), Verdict(self.of_op[op][index], failure=end.text)
 
     def _not_run(self, worker: _Worker) -> Iterator[tuple[Task, Verdict]]:

@@ -104,7 +104,16 @@ def test_a_fused_op_stays_if_the_plugins_kernel_of_a_part_cannot_run(plugin, cap
     path = plugin(text.replace('"mine")', '"mine", support=lambda device: "no fish")', 1))
     assert resolve_kernels(CPU, plugins=[path]).providers == usual
     assert caplog.messages == [f"kernel plugin {path} has no kernel that can run here: silu_and_mul, mine: no fish"]
-    assert resolve_kernels(CPU, plugins=[plugin(text)]).providers["decoder_step"] == "native"
+    reference = {"silu_and_mul": ["native"]}
+    not_used = "so fused ops with it are not used: decoder_step (cpu)"
+    resolve_kernels(CPU, plugins=[path], priority=reference)
+    assert caplog.messages[-1] == f"`native`, which you named for silu_and_mul, runs, {not_used}"
+    path = plugin(text)
+    assert resolve_kernels(CPU, plugins=[path]).providers["decoder_step"] == "native"
+    assert caplog.messages[-1] == f"your provider of silu_and_mul runs, {not_used}"
+    for plugins in ([path], []):
+        resolve_kernels(CPU, plugins=plugins, priority=reference)
+        assert caplog.messages[-1] == f"`native`, which you named for silu_and_mul, runs, {not_used}"
 
 
 def test_an_installed_plugin_fails_and_one_that_is_named_is_loaded(plugin, installed):
