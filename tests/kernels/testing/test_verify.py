@@ -284,4 +284,4 @@ def test_in_a_cuda_graph_with_new_data(op, provider):
             value.copy_(new[name])
     graph.replay()
     for g, e in zip([*results_of(got), *(static[name] for name in op.mutates)], expected, strict=True):
-        assert torch.equal(g.nan_to_num(), e.nan_to_num())
+        assert torch.equal(*(r.float().nan_to_num() for r in (g, e)))  # 8-bit floats have no nan_to_num on a GPU
