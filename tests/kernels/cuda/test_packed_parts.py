@@ -30,7 +30,10 @@ def test_product_and_silu(tokens, hopper, launches):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [129, 150, 256])
 def test_residual_and_norm(tokens, hopper, launches):
-    """Each part leaves sums with splits of its own. The product and the total are rounded to 16 bits, each once; so are the norm and its product with the weight."""
+    """Each part leaves sums with splits of its own.
+
+    The product and the total are rounded to 16 bits, each once; so are the norm and its product with the weight.
+    """
     (kind, *weight), values = make("int4", 4096, 4096, hopper)
     x = torch.randn(tokens, 4096, dtype=BF16, device=hopper)
     residual, norm, bias = torch.randn_like(x), torch.rand_like(x[0]), torch.randn_like(x[0])
