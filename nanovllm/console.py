@@ -177,7 +177,7 @@ class StatusLine:
         self._process: CountingProcess | None = None
 
     def show(self, text: str, timed: bool = False) -> None:
-        """Replace the line. Longer text than the terminal is wide is cut at its end.
+        """Replace the line. Longer text than the terminal is wide is cut at its end, before the seconds.
 
         Args:
             timed: from the third second on, the seconds since this call are added to the line: "loading ... 3 s". A
@@ -191,7 +191,7 @@ class StatusLine:
         StatusLine.current = self
         self._print(text)
         if timed and CountingProcess.is_safe():
-            self._process = CountingProcess(lambda seconds: self._print(f"{text} {seconds} s"))
+            self._process = CountingProcess(lambda seconds: self._print(text, f" {seconds} s"))
         elif timed:
             self._ended = threading.Event()
             arguments = (self._count, text, time.monotonic(), self._ended)
@@ -212,7 +212,7 @@ class StatusLine:
         while not ended.wait(wait):
             with _STATUS:
                 if not ended.is_set():
-                    self._print(f"{text} {time.monotonic() - begun:.0f} s")
+                    self._print(text, f" {time.monotonic() - begun:.0f} s")
             wait = 1.0
 
     def _end_count(self) -> None:
@@ -227,9 +227,9 @@ class StatusLine:
     def _visible(self) -> bool:
         return sys.stderr.isatty()
 
-    def _print(self, text: str) -> None:
-        line = f"{erased_line()}{text[: shutil.get_terminal_size().columns - 1]}"
-        print(line, end="", file=sys.stderr, flush=True)
+    def _print(self, text: str, seconds: str = "") -> None:
+        room = shutil.get_terminal_size().columns - 1 - len(seconds)
+        print(f"{erased_line()}{text[:room]}{seconds}", end="", file=sys.stderr, flush=True)
 
 
 class CellOutput:

@@ -96,6 +96,19 @@ def test_a_timed_status_line_counts_its_seconds_until_it_is_taken_away(monkeypat
     assert shown.getvalue() == after and after.endswith("\r\x1b[2K")
 
 
+def test_the_seconds_stay_where_the_text_of_a_status_line_is_cut(width, monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr("sys.stderr", shown)
+    status = console.StatusLine()
+    status.show("op, provider: 3x96 bfloat16 " * 9, timed=True)
+    begun = time.monotonic()
+    while " s" not in shown.getvalue() and time.monotonic() < begun + 60:
+        time.sleep(0.1)
+    status.clear()
+    counted = shown.getvalue().split("\r\x1b[2K")[2]
+    assert re.search(r"^op, provider: .* \d+ s$", counted) and len(counted) == width - 1
+
+
 def test_a_status_line_names_what_is_loaded(monkeypatch):
     from nanovllm.cli.kernels_common import prepare
 
