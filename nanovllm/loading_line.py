@@ -72,8 +72,8 @@ class _CellLine(_LoadingStatus):
     def _visible(self) -> bool:
         return True
 
-    def _print(self, text: str) -> None:
-        self._output.show(text)
+    def _print(self, text: str, seconds: str = "") -> None:
+        self._output.show(text + seconds)
 
 
 def loading_stage(what: str, where: str = "") -> None:

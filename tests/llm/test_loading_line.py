@@ -87,6 +87,16 @@ def test_the_seconds_tick_and_begin_again_with_each_stage(open_terminal):
     assert texts[-1] == "Loading qwen3-0.6b on cpu, float32: capturing CUDA graphs ..."
 
 
+def test_the_seconds_tick_in_a_notebook(monkeypatch):
+    shown = outputs_of_cell(monkeypatch)
+    with LoadingLine("qwen3-0.6b"):
+        begun = time.monotonic()
+        while not any(state.endswith(" s") for states in shown for state in states) and time.monotonic() < begun + 60:
+            time.sleep(0.1)
+    (states,) = shown
+    assert any(re.fullmatch(r"Loading qwen3-0.6b \.\.\. \d+ s", state) for state in states), states
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_in_a_notebook_the_line_is_one_output_of_the_cell(fails, directory, monkeypatch, capsys):
     shown = outputs_of_cell(monkeypatch)
