@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from nanovllm.console import StatusLine
 from nanovllm.kernels import all_ops
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from tests import tiny
@@ -201,6 +202,21 @@ def test_generate_shows_what_there_is_at_ctrl_c_and_ends_as_shells_have_it(promp
     done = run_here("generate", "--model", "it", *prompts, terminal=terminal)
     shown = re.sub(r"\r\x1b\[2K(Loading it \.\.\.)?", "", done.stderr)
     assert (done.returncode, done.stdout, shown) == (130, out, err)
+
+
+def test_generate_leaves_the_status_line_to_the_engine_which_says_what_it_loads(monkeypatch):
+    shown = []
+
+    class Loading:
+        def __init__(self, model, **arguments):
+            shown.append(StatusLine.current)  # an engine shows nothing where a line is shown already
+
+        def stream(self, prompt, params):
+            yield "some"
+
+    monkeypatch.setattr("nanovllm.LLM", Loading, raising=False)
+    done = run_here("generate", "--model", "it", "x", terminal=True)
+    assert shown == [None] and "Loading it ..." in done.stderr and "some" in done.stdout
 
 
 def test_kernels_list_finds_a_function_that_does_not_exist(monkeypatch, capsys):

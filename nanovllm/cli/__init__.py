@@ -200,7 +200,9 @@ class _Engine:
                 arguments = vars(self).copy()
                 arguments["kernel_plugins"] = arguments.pop("kernel_plugin") or ()
                 arguments["kernel_priority"] = priority_of_option(arguments.pop("kernels"))
-                return LLM(**arguments | {"model": self.model or demo_model_path()})
+                arguments["model"] = self.model or demo_model_path()
+                status.clear()  # from here on `LLM` says what it does
+                return LLM(**arguments)
         finally:
             status.clear()
             if "triton.runtime.interpreter" in sys.modules:
