@@ -99,7 +99,7 @@ def measure(llm: LLM, load: Load, repeat: int) -> float:
     seconds = []
     for _ in range(repeat + 1):
         prompts = [[draw.randrange(vocab) for _ in range(load.prompt)] for _ in range(load.num_requests)]
-        with collector_off(gc.collect):  # a collection takes 20 ms in a process that has had several engines
+        with collector_off(gc.collect):  # a collection within a run would count
             started = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
             seconds.append(time.perf_counter() - started)
