@@ -35,11 +35,13 @@ from benchmarks.turns import Peer, serve, stop_on_signals
 from nanovllm.bench.engines.engine_interface import model_directory
 from nanovllm.bench.job import Job
 from nanovllm.bench.trace_reader import DEVICE, Kernel, busy
+from nanovllm.bench.workload_cost import ModelShape
 from nanovllm.bench.workloads import select
+from nanovllm.model_config import ModelConfig
 from nanovllm.models.model_presets import preset
 
-NOT_CACHE = 4.5
-"""GiB of an engine's share of the GPU that are not its cache: weights, activations, graphs, and what CUDA takes."""
+NEITHER_CACHE_NOR_WEIGHTS = 3.3
+"""GiB of an engine's share of the GPU: activations, graphs, and what CUDA takes."""
 TRACED_TOKENS = 64
 """Output tokens of each request that is traced."""
 WARM_UP = 16384
@@ -50,8 +52,10 @@ and requests end one after the other, so that steps have all sizes."""
 class VllmProcess:
     """vLLM in a process of its own."""
 
-    def __init__(self, folder: str, share: float, cpus: str, traces: str) -> None:
-        self._folder, self._share, self._traces = folder, share, Path(traces) if traces else None
+    def __init__(self, folder: str, share: float, weights: float, cpus: str, traces: str) -> None:
+        """share: of the GPU's memory; weights: GiB; cpus: numbers, with commas; traces: a folder, or nothing."""
+        self._folder, self._share, self._weights = folder, share, weights
+        self._traces = Path(traces) if traces else None
         os.sched_setaffinity(0, map(int, cpus.split(",")))  # its processes inherit them
 
     def answer(self, request: dict[str, Any]) -> Any:
@@ -72,7 +76,7 @@ class VllmProcess:
         self._llm = vllm.LLM(
             model=self._folder, skip_tokenizer_init=True, load_format="dummy", max_model_len=4096, max_num_seqs=256,
             seed=0, gpu_memory_utilization=self._share,
-            kv_cache_memory_bytes=int(self._share * memory - NOT_CACHE * 2**30), **self._tracing(),
+            kv_cache_memory_bytes=cache_bytes(self._share * memory, self._weights), **self._tracing(),
         )  # fmt: skip
         config = self._llm.llm_engine.vllm_config
         self._vocabulary = config.model_config.hf_config.vocab_size
@@ -109,6 +113,26 @@ class VllmProcess:
         return time.perf_counter() - started, sum(lengths)
 
 
+def weight_gib(config: dict[str, Any]) -> float:
+    """GiB of a model's weights in 16 bits."""
+    return 2 * ModelShape.of(ModelConfig.from_dict(config), weight_bytes=2).parameters / 2**30
+
+
+def cache_bytes(share: float, weights: float) -> int:
+    """Of an engine that may take `share` bytes, with `weights` GiB of weights.
+
+    Raises:
+        ValueError: nothing is left for the cache.
+    """
+    left = int(share - (weights + NEITHER_CACHE_NOR_WEIGHTS) * 2**30)
+    if left <= 0:
+        raise ValueError(
+            f"{share / 2**30:.1f} GiB of the GPU for an engine, and its weights are {weights:.1f}: nothing is left for "
+            "the KV cache; name fewer variants, or a smaller preset"
+        )
+    return left
+
+
 def milliseconds_of_device(folder: Path) -> float:
     """In which the GPU computed, by the only trace of PyTorch's profiler in a folder, which is removed."""
     files = list(folder.glob("*.json"))
@@ -138,25 +162,28 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--budget", type=float, default=3600, help="seconds after which it has ended")
     p.add_argument("--share", type=float, default=0.96, help="of the GPU's memory, of all engines together")
     p.add_argument("--json", type=Path, help="keep the rows in this file, anew after each round")
-    p.add_argument("--serve", nargs=4, metavar=("MODEL", "SHARE", "CPUS", "TRACES"), help=argparse.SUPPRESS)
+    p.add_argument("--serve", nargs=5, metavar=("MODEL", "SHARE", "WEIGHTS", "CPUS", "TRACES"), help=argparse.SUPPRESS)
     return p
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.serve:
-        serve(VllmProcess(args.serve[0], float(args.serve[1]), *args.serve[2:]).answer)
+        folder, share, weights, cpus, traces = args.serve
+        serve(VllmProcess(folder, float(share), float(weights), cpus, traces).answer)
         return 0
     need_vllm()
     end = time.perf_counter() + args.budget
     variants = args.variants.split()
     stop_on_signals()
     with tempfile.TemporaryDirectory() as folder:
-        model_directory(Job("vllm", "", args.preset, (), preset(args.preset)), Path(folder))
+        config = preset(args.preset)
+        model_directory(Job("vllm", "", args.preset, (), config), Path(folder))
+        weights = str(weight_gib(config))
         peers = []
         try:
             for index, ops in enumerate(variants):
-                command = ["-m", "benchmarks.vllm_plugin", "--serve", folder, str(args.share / len(variants))]
+                command = ["-m", "benchmarks.vllm_plugin", "--serve", folder, str(args.share / len(variants)), weights]
                 traces = f"{folder}/traces-{index}" if args.traces else ""
                 command += [",".join(map(str, cpus_of(index, len(variants)))), traces]
                 environment = {"NANOVLLM_VLLM": ops, "VLLM_CACHE_ROOT": f"{folder}/cache-{index}"}

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 
 from benchmarks import adapters_compiled, vllm_plugin
 from benchmarks.turns import Peer
+from nanovllm.models.model_presets import preset
 
 ANSWERS = """
 import os, subprocess, sys, threading, time
@@ -122,6 +123,18 @@ def test_engines_in_turns(capsys, tmp_path):
     assert "| bs1 | 1 | 21 | 1.050 | 1.033-1.100 | 11, 21, 31 |" in out and "bad" not in out
     assert [one["seed"] for one in first.asked] == [0, 1, 2, 3]
     assert '"ratio": 1.05' in (tmp_path / "rows.json").read_text()
+
+
+@pytest.mark.parametrize("name, gib", [("qwen3-0.6b", 1.11), ("qwen3-8b", 15.26)])
+def test_weights_and_cache_fit_into_an_engines_share(name, gib):
+    weights = vllm_plugin.weight_gib(preset(name))
+    assert weights == pytest.approx(gib, abs=0.01)
+    share = 67 * 2**30
+    cache = vllm_plugin.cache_bytes(share, weights) / 2**30
+    assert 0 < cache < 67 - gib
+    assert vllm_plugin.cache_bytes(share, 0) / 2**30 == pytest.approx(cache + weights)
+    with pytest.raises(ValueError, match="nothing is left for the KV cache; name fewer variants"):
+        vllm_plugin.cache_bytes(2 * 2**30, weights)
 
 
 def test_two_engines_have_each_order_with_each_half_of_the_cpus(monkeypatch, capsys):
