@@ -97,6 +97,12 @@ for _op in (
     _few = _target.replace(":", ":num_tokens_") if _op.name.startswith("linear_packed") else None
     _op.add(Provider("cuda", _target, packed_support, architectures="sm_90+", num_tokens=_few))
 
+ops.packed_to_fp8.add(
+    Provider(
+        "cuda", "nanovllm.kernels.cuda.packed.packed_to_fp8:packed_to_fp8", packed_support, architectures="sm_90+",
+        takes_out=True,
+    )
+)  # fmt: skip
 ops.linear_fp8.add(
     Provider("cuda", "nanovllm.kernels.cuda.fp8.linear_fp8:linear_fp8", fp8_support, architectures="sm_90+")
 )

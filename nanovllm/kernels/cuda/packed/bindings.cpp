@@ -1,4 +1,4 @@
-// The product as a PyTorch operator. nanovllm.kernels.cuda.packed.linear_packed has checked its arguments and made the plan.
+// Products, and rounding to 8-bit floats, as PyTorch operators. linear_packed.py and packed_to_fp8.py have checked arguments.
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -91,6 +91,18 @@ void product(int64_t storage_, const at::Tensor& x, const at::Tensor& weight, co
   C10_CUDA_CHECK(error);
 }
 
+// A weight in int4 [rows, columns / 2] as the codes of e4m3: out, uint8 [rows, columns].
+void to_fp8(const at::Tensor& weight, const at::Tensor& scale, const std::optional<at::Tensor>& zero, const at::Tensor& factor,
+            at::Tensor out, int64_t group_shift) {
+  const auto whole = [](int64_t n) { return static_cast<int32_t>(n); };
+  const Rounding p{
+      static_cast<const uint8_t*>(weight.const_data_ptr()), scale.const_data_ptr(), static_cast<const uint8_t*>(data(zero)),
+      factor.const_data_ptr<float>(), out.mutable_data_ptr<uint8_t>(), weight.stride(0), scale.stride(0), whole(out.size(0)),
+      whole(out.size(1)), whole(group_shift)};
+  const c10::cuda::CUDAGuard guard(weight.device());
+  C10_CUDA_CHECK(int4_to_fp8(p, real_of(scale), c10::cuda::getCurrentCUDAStream()));
+}
+
 }  // namespace
 }  // namespace nanovllm::packed
 
@@ -104,9 +116,11 @@ NANOVLLM_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def(
       "stacked_product(Tensor x, Tensor q4_k, Tensor q6_k, Tensor? bias4, Tensor? bias6, Tensor(a!) y4, Tensor(b!) y6, "
       "int[] numbers4, int[] numbers6) -> ()");
+  library.def("to_fp8(Tensor weight, Tensor scale, Tensor? zero, Tensor factor, Tensor(a!) out, int group_shift) -> ()");
   library.impl("product", c10::DispatchKey::CUDA, nanovllm::packed::product);
   library.impl("stacked_product", c10::DispatchKey::CUDA, nanovllm::packed::stacked_product);
-  for (const char* name : {"product", "stacked_product"}) {
+  library.impl("to_fp8", c10::DispatchKey::CUDA, nanovllm::packed::to_fp8);
+  for (const char* name : {"product", "stacked_product", "to_fp8"}) {
     library.impl(name, c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough());
   }
 }

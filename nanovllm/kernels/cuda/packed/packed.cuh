@@ -59,6 +59,18 @@ struct Stacked {
   int32_t q6_k_blocks;
 };
 
+// A weight in int4 as 8-bit floats: row by row times a factor, rounded to e4m3.
+struct Rounding {
+  const uint8_t* weight;  // rows `weight_stride` bytes apart, at multiples of 8 bytes
+  const void* scale;      // [rows, groups], rows `scale_stride` numbers apart
+  const uint8_t* zero;    // of groups, where `scale` is; or null: 8
+  const float* factor;    // [rows]
+  uint8_t* out;           // [rows, columns], at a multiple of 16 bytes
+  int64_t weight_stride, scale_stride;
+  int32_t rows, columns;  // columns: a multiple of 128
+  int32_t group_shift;    // groups have 128 * 2^group_shift columns
+};
+
 struct Launch {
   int32_t splits, warps, shared_bytes;
   int32_t fragments;  // of 16 rows. ring: 1 or 2, that a warp has. wide: 4, that a warpgroup has. 0: the kernel of product.cuh
@@ -92,5 +104,6 @@ cudaError_t ring_int4_product(const Product&, const Launch&, Real scale, cudaStr
 // x: bfloat16, one token; int4 in groups of 128 columns, an even number of them; rows of scales as above
 cudaError_t box_int4_product(const Product&, const Launch&, Real scale, cudaStream_t);
 cudaError_t box_q4_k_product(const Product&, const Launch&, cudaStream_t);  // x: bfloat16, one token
+cudaError_t int4_to_fp8(const Rounding&, Real scale, cudaStream_t);
 
 }  // namespace nanovllm::packed

@@ -51,6 +51,13 @@ def stacked_kernel(device: torch.device) -> Callable[..., None]:
     return kernel
 
 
+@functools.cache
+def rounding_kernel(device: torch.device) -> Callable[..., None]:
+    """The operator `to_fp8` of bindings.cpp, as `product_kernel`."""
+    kernel: Callable[..., None] = _library(device, FOLDER).to_fp8.default
+    return kernel
+
+
 def _library(device: torch.device, folder: Path) -> Any:
     reason = packed_support(device, folder)
     if reason is not None:
