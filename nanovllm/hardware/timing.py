@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.hardware.cuda_graph_memory import GraphMemory, recover_generator
+from nanovllm.hardware.graph_capture import GraphMemory, recover_generator
 from nanovllm.wording import counted
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from nanovllm.engine.batch import Batch
-from nanovllm.engine.fast.cuda_graphs import DecodeGraphs, GraphBackend
+from nanovllm.engine.fast.cuda_graphs import GraphBackend, GraphTable
 from nanovllm.engine.fast.decode_state import DecodeState
 from nanovllm.engine.fast.mask_thread import StartedMasks, ThreadedMaskBuilder
 from nanovllm.engine.fast.padding import EMPTY_BATCH, PaddedRuns, RunsBucket
@@ -19,6 +20,10 @@ from nanovllm.engine.paged_model import PagedModel
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
+
+logger = logging.getLogger(__name__)
+
+_LOGGED_GRAPHS = 32
 
 
 class DecodeRunner:
@@ -54,7 +59,10 @@ class DecodeRunner:
         capture_masks: bool,
     ) -> None:
         self.state = state
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: GraphTable | None = None
+        """By `StepShape`: captured steps, or one of their two parts."""
+        self._mask_graphs: GraphTable | None = None
+        """By the number of masks; None: masks are applied without a graph."""
         self._paged = paged
         self._sampler = sampler
         self._masks = masks
@@ -68,10 +76,6 @@ class DecodeRunner:
         self.logits: torch.Tensor | None = None
         """[max_num_seqs, vocab_size]: the static logits, which graphs write and read; None: there are none."""
 
-    @property
-    def _modes(self) -> tuple[SamplingMode, ...]:
-        return (SamplingMode.PLAIN, SamplingMode.FILTERED) if self._capture_sampling else ()
-
     def _runs_bucket(self, num_tokens: int) -> RunsBucket:
         assert self._piggyback is not None
         return RunsBucket(num_tokens, self._piggyback.sizes.max_pieces)
@@ -80,24 +84,27 @@ class DecodeRunner:
 
     def run_every_shape(self, logits: torch.Tensor) -> None:
         """Run every step that will be captured, once. logits: as for `capture`."""
-        buckets = self._buckets
-        assert buckets is not None
-        self.logits = logits
-        shapes = [StepShape(rows, buckets.longest) for rows in buckets.batch_sizes]
-        shapes += [StepShape(rows, buckets.longest, shared=True) for rows in buckets.shared_sizes]
-        shapes += [StepShape(rows, buckets.longest, piggybacked=n) for rows, n in buckets.piggybacked_sizes]
-        shapes += [StepShape(rows, mode=mode) for rows in buckets.batch_sizes for mode in self._modes]
-        self._first_calls(shapes)
-
-    def capture(self, logits: torch.Tensor, backend: GraphBackend) -> None:
-        """Capture the steps that can come. logits: [max_num_seqs, vocab_size], for graphs that do not sample."""
         assert self._buckets is not None
         self.logits = logits
-        graphs = DecodeGraphs(backend, self._buckets, self._modes)
+        self._first_calls(self._buckets.every_shape())
+
+    def capture(self, logits: torch.Tensor, backend: GraphBackend) -> None:
+        """Capture the steps that most engines need.
+
+        logits: [max_num_seqs, vocab_size], for graphs that do not sample.
+        """
+        assert self._buckets is not None
+        self.logits = logits
         with self._paged.few_layers():
-            backend.first_calls(partial(self._first_calls, graphs.first_shapes()))
-        graphs.capture(self._launch_shape)
+            backend.first_calls(partial(self._first_calls, self._buckets.first_shapes()))
+        graphs, shapes = GraphTable(backend), self._buckets.shapes_at_start()
+        for count, shape in enumerate(shapes, 1):
+            graphs.capture(shape, partial(self._launch_shape, shape))
+            if count % _LOGGED_GRAPHS == 0:
+                logger.info("decode graphs: %d of %d", count, len(shapes))
         self.graphs = graphs
+        if self._capture_masks:
+            self._mask_graphs = GraphTable(backend)
 
     def _first_calls(self, shapes: Sequence[StepShape]) -> None:
         """Run each shape once; piggybacked tokens are padding."""
@@ -150,10 +157,10 @@ class DecodeRunner:
             self._runs.send(Batch.build(step.pieces, state.block_size), self._runs_bucket(piggybacked))
         masks = logprobs = None
         constrained = state.constrained()
-        if constrained or self.graphs is None or not self.graphs.run_whole(shape):
+        if constrained or self.graphs is None or not self.graphs.replay(shape):
             logits = self._launch_model(shape)
             if constrained:
-                masks = self._masks.start(constrained, self._mask_thread, device_waits=self._uses_mask_graphs)
+                masks = self._masks.start(constrained, self._mask_thread, device_waits=self._mask_graphs is not None)
             logprobs = self._launch_sampling(shape, logits, masks)
         state.advance_mirror()
         result = StepResult(
@@ -169,9 +176,11 @@ class DecodeRunner:
         if self.graphs is None:
             return self._run_model(shape)
         assert self.logits is not None
-        if not self.graphs.has_model(shape):  # it will be captured
+        model = shape.model
+        if model not in self.graphs:
             self._masks.drain()
-        self.graphs.run_model(shape, self._launch_shape)
+            self.graphs.capture(model, partial(self._launch_shape, model))
+        self.graphs.replay(model)
         return self.logits[: shape.rows]
 
     def _launch_sampling(
@@ -182,22 +191,19 @@ class DecodeRunner:
             return self._sample_by_host(logits[: self.state.num_rows], masks)
         if masks is not None:
             self._apply_masks(logits, masks)
-        if self.graphs is None or not self.graphs.sample(shape):
+        if self.graphs is None or not self.graphs.replay(shape.sampling):
             self._sample_from_state(logits, shape.mode)
         return None
 
     def _apply_masks(self, logits: torch.Tensor, masks: StartedMasks) -> None:
         """Mask the logits of a step that is sampled with the state's parameters."""
-        if self.graphs is None or not self._uses_mask_graphs:
+        graphs, count = self._mask_graphs, len(masks)
+        if graphs is None:
             self._sampler.mask_op(logits, *masks.to_device())
         else:
             # The first call compiles or loads a kernel, and is captured: the host waits for the masks.
-            on_device = masks.to_device(host_waits=not self.graphs.has_masks(len(masks)))
-            self.graphs.apply_masks(len(masks), partial(self._sampler.mask_op, self.logits, *on_device))
-
-    @property
-    def _uses_mask_graphs(self) -> bool:
-        return self.graphs is not None and self.logits is not None and self._capture_masks
+            on_device = masks.to_device(host_waits=count not in graphs)
+            graphs.replay_or_call(count, partial(self._sampler.mask_op, self.logits, *on_device))
 
     def _shape(self, piggybacked: int) -> StepShape:
         """The shape of the step that the state's rows are placed for."""

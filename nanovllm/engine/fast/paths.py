@@ -21,7 +21,7 @@ from nanovllm.engine.fast.piggyback import Piggyback
 from nanovllm.engine.fast.policy import FastPolicy, attention_time_follows_bound, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.prefill_graphs import PrefillRunner, prefill_buckets
 from nanovllm.engine.fast.prefix_groups import PrefixGroups
-from nanovllm.engine.fast.step_shape import DecodeBuckets
+from nanovllm.engine.fast.step_shape import DecodeBuckets, SamplingMode
 from nanovllm.engine.fast.token_ring import TokenRing
 from nanovllm.engine.fast.warm_up import WarmUp
 from nanovllm.engine.model_setup import StartTimer, StepLimits
@@ -108,6 +108,9 @@ class FastPaths:
     def start(self, paged: PagedModel, sampler: Sampler, limits: StepLimits, timer: StartTimer) -> None:
         """Make the buffers, compile kernels and capture graphs."""
         enabled, policy = self.enabled, self.policy
+        captures_sampling = policy.capture_sampling
+        if captures_sampling is None:
+            captures_sampling = samples_in_graphs(self._kernels)
         self.buckets = DecodeBuckets(
             paged.max_num_seqs,
             paged.max_model_len,
@@ -115,6 +118,7 @@ class FastPaths:
             min_shared_rows=policy.min_shared_rows if enabled.prefix_groups else None,
             piggyback=self.piggyback,
             form_changes=paged.model.form_changes,
+            modes=(SamplingMode.PLAIN, SamplingMode.FILTERED) if captures_sampling else (),
         )
         if enabled.device_state:
             masks = ThreadedMaskBuilder(paged.device, paged.max_num_seqs, policy.mask_gate or stream_gate)
@@ -125,7 +129,7 @@ class FastPaths:
                 masks,
                 self._decode_state(paged),
                 self.buckets if enabled.decode_padding else None,
-                samples_in_graphs(self._kernels) if policy.capture_sampling is None else policy.capture_sampling,
+                captures_sampling,
                 self.piggyback,
                 mask_thread=enabled.mask_thread,
                 capture_masks=self._kernels.provider("apply_token_bitmask").capturable,

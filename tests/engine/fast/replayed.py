@@ -32,22 +32,15 @@ def lengths_on_the_device():
 def watch_replays(llm):
     """(shape, whether the graphs sampled as well) of every decode step from now on."""
     graphs, replayed = llm.engine.runner.fast.decoder.graphs, []
-    run_whole, run_model, sample = graphs.run_whole, graphs.run_model, graphs.sample
+    replay = graphs.replay
 
-    def watched_whole(shape):
-        found = run_whole(shape)
-        if found:
-            replayed.append((shape, True))
+    def watched(key):
+        found = replay(key)
+        if found and key.context:
+            replayed.append((key, key.mode is not None))
+        elif found:
+            replayed[-1] = replayed[-1][0]._replace(mode=key.mode), True
         return found
 
-    def watched_model(shape, launch):
-        run_model(shape, launch)
-        replayed.append((shape, False))
-
-    def watched_sample(shape):
-        drawn = sample(shape)
-        replayed[-1] = shape, drawn
-        return drawn
-
-    graphs.run_whole, graphs.run_model, graphs.sample = watched_whole, watched_model, watched_sample
+    graphs.replay = watched
     return replayed

@@ -8,13 +8,12 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.fast.cuda_graphs import CudaGraphs, DecodeGraphs
+from nanovllm.engine.fast.cuda_graphs import CudaGraphs, GraphTable
 from nanovllm.engine.fast.mask_thread import ThreadedMaskBuilder
 from nanovllm.engine.fast.policy import FastPolicy, can_capture, enabled_paths, samples_in_graphs
 from nanovllm.engine.fast.step_shape import DecodeBuckets, batch_buckets, context_buckets
 from nanovllm.engine.step import StepKind
 from nanovllm.kernels import all_ops
-from tests.engine.fast.replayed import ReplayedFunctions
 from tests.engine.test_token_masks import row
 
 
@@ -42,7 +41,7 @@ def test_each_form_of_the_weights_runs_before_its_steps_are_captured():
 
     def first(max_num_seqs, changes):
         buckets = DecodeBuckets(max_num_seqs, 4096, by_context=False, form_changes=changes)
-        return {shape.rows for shape in DecodeGraphs(ReplayedFunctions(None), buckets, ()).first_shapes()}
+        return {shape.rows for shape in buckets.first_shapes()}
 
     small = {1, 2, 4, 8, 16, 32, 48, 64}
     assert first(1024, ()) == small | {1024}
@@ -159,7 +158,7 @@ def test_a_captured_graph_applies_the_masks_of_its_step(dtype):
     from nanovllm.kernels.triton.sampling.token_bitmask import apply_token_bitmask
 
     builder, static = ThreadedMaskBuilder(torch.device("cuda"), 4), torch.empty(4, 100, dtype=dtype, device="cuda")
-    graphs, launches = DecodeGraphs(CudaGraphs(torch.device("cuda", 0)), DecodeBuckets(4, 64), ()), []
+    graphs, launches = GraphTable(CudaGraphs(torch.device("cuda", 0))), []
     steps = [  # the tokens that rows may have, and the launches of a step: a graph is captured after a first call
         ({0: {1, 2}, 3: {98}}, 2), ({1: {4, 50}, 2: {40}}, 0), ({2: {0, 99}}, 2), ({3: {31, 32}, 0: {5}}, 0),
         ({1: {63, 64}}, 0),
@@ -176,7 +175,7 @@ def test_a_captured_graph_applies_the_masks_of_its_step(dtype):
             launches.append(masks)
             apply_token_bitmask(static, *masks)
 
-        graphs.apply_masks(len(tokens), launch)
+        graphs.replay_or_call(len(tokens), launch)
         assert len(launches) == new and torch.equal(static, expected)
         for i, finite in enumerate(static.isfinite().cpu()):
             assert set(finite.nonzero().flatten().tolist()) == tokens.get(i, set(range(100)))

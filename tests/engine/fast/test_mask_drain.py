@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from nanovllm.engine.fast.cuda_graphs import GraphTable
 from tests.engine.fast.gates import SECONDS, RecordingGate
+from tests.engine.fast.replayed import ReplayedFunctions
 from tests.engine.fast.test_mask_gate import builder_with, far_behind
 from tests.engine.fast.test_mask_thread import PARAMS, PROMPTS
 from tests.engine.test_token_masks import allowed, row
@@ -41,9 +43,9 @@ def test_a_step_that_runs_kernel_by_kernel_waits_for_them(behind, monkeypatch):
 
 def test_a_capture_waits_for_them(behind, monkeypatch):
     llm, gate, may_fill = behind
-    graphs, opened = llm.engine.runner.fast.decoder.graphs, []
-    monkeypatch.setattr(graphs, "has_model", lambda shape: False)
-    monkeypatch.setattr(graphs, "run_model", noting(gate, opened, graphs.run_model))
+    graphs, opened = GraphTable(ReplayedFunctions(None)), []
+    llm.engine.runner.fast.decoder.graphs = graphs
+    monkeypatch.setattr(graphs, "capture", noting(gate, opened, graphs.capture))
     soon(may_fill)
     llm.engine.step()
     assert opened == [True]
@@ -56,7 +58,7 @@ def test_a_failure_waits_for_them(behind, monkeypatch):
     def fail(*args):
         raise RuntimeError("no more fish")
 
-    monkeypatch.setattr(graphs, "run_model", fail)
+    monkeypatch.setattr(graphs, "replay", fail)
     soon(may_fill)
     with pytest.raises(RuntimeError, match="no more fish"):
         llm.engine.step()

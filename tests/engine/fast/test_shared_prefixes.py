@@ -147,5 +147,5 @@ def test_steps_that_share_are_captured_when_they_first_come(tmp_path):
         outputs.append(generate(llm, prompts, params))
     assert outputs[0] == outputs[1]
     fast = llm.engine.runner.fast
-    captured = {shape.rows for shape in fast.decoder.graphs.shapes if shape.shared}
+    captured = {shape.rows for shape in fast.decoder.graphs.keys if shape.shared}
     assert captured == set(fast.buckets.shared_sizes) == {16, 32, 48, 64, 80}

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from nanovllm.engine.fast.cuda_graphs import capture
-from nanovllm.hardware.cuda_graph_memory import GraphMemory
+from nanovllm.hardware.graph_capture import GraphMemory, capture
 from nanovllm.hardware.timing import time_in_graph
 
 
