@@ -69,7 +69,7 @@ class Batch:
         num_decodes = sum(part.num_tokens == 1 for part in parts)
         tokens = np.empty((3, sum(part.num_tokens for part in parts)), np.int64)
         token_ids, positions, kv_slots = tokens
-        max_blocks = max(-(-(p.start + p.num_tokens) // block_size) for p in parts)
+        max_blocks = max((-(-(p.start + p.num_tokens) // block_size) for p in parts), default=0)
         block_table = np.zeros((len(parts), max_blocks), np.int32)
         context_lens = np.empty(num_decodes, np.int32)
         logits_rows: list[int] = []

@@ -289,8 +289,6 @@ class DecodeState:
     def advance_mirror(self) -> None:
         """On the host: a step that advances every placed row was launched."""
         self._positions[: self.num_rows] += 1
-        if self.ring is not None:
-            self.ring.step_launched()
 
     def tokens(self) -> torch.Tensor:
         """[num_seqs] int64: each row's latest token. A view of the ring's cell; without a ring, of what the next

@@ -132,15 +132,5 @@ def _words(bucket: RunsBucket, max_blocks: int) -> list[int]:
     return [-(-n // _ALIGNMENT) * _ALIGNMENT for n in words]
 
 
-EMPTY_BATCH = Batch(
-    tokens=np.empty((3, 0), np.int64),
-    context_lens=np.empty(0, np.int32),
-    block_table=np.empty((0, 0), np.int32),
-    max_context_len=0,
-    prefill_query_lens=(),
-    prefill_context_lens=(),
-    logits_rows=np.empty(0, np.int64),
-    sample_rows=np.empty(0, np.int64),
-    prompt_rows=(),
-)
+EMPTY_BATCH = Batch.build((), block_size=1)
 """Padding alone."""

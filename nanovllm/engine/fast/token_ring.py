@@ -33,8 +33,7 @@ class TokenRing:
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.tokens = torch.zeros(DEPTH, max_num_seqs, dtype=torch.int64, pin_memory=self.on_gpu)
+        self.tokens = torch.zeros(DEPTH, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.count = torch.zeros(1, dtype=torch.int64, device=device)
         self._count = 0  # as `count`, on the host
         self._counts_agree = False
@@ -55,14 +54,11 @@ class TokenRing:
         if result is not None:
             result.read()
 
-    def step_launched(self) -> None:
-        """A step was launched."""
-        self._count += 1
-
     def latest(self) -> torch.Tensor:
-        """[max_num_seqs] int64: the cell of the step launched last, to be read when that has run."""
-        return self.tokens[(self._count - 1) % DEPTH]
+        """[max_num_seqs] int64: the cell that the claimed step writes to, to be read when that has run."""
+        return self.tokens[self._count % DEPTH]
 
     def hold(self, result: StepResult) -> None:
-        """The latest cell is that result's until the result has been read."""
-        self._results[(self._count - 1) % DEPTH] = weakref.ref(result)
+        """The claimed step was launched: its cell is that result's until the result has been read."""
+        self._results[self._count % DEPTH] = weakref.ref(result)
+        self._count += 1

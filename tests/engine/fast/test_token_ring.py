@@ -39,7 +39,6 @@ class Steps:
     def launch(self, tokens, order=None):
         self.ring.claim()
         self.on_device(tokens)
-        self.ring.step_launched()
         latest = self.ring.latest()[: len(tokens)]
         result = self.make_result(ScheduledStep.of(()), latest, order=order, device=self.ring.count.device)
         self.ring.hold(result)
