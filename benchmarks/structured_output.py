@@ -18,7 +18,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +25,10 @@ import numpy as np
 
 from benchmarks.serving import dummy_tokenizer
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.fast.mask_thread import MaskTimes
+from nanovllm.engine.fast.mask_thread import StartedMasks
 from nanovllm.engine.requests.request import Request
 from nanovllm.structured.constraint_maker import ConstraintMaker
-from nanovllm.structured.mask_filler import THREADS
+from nanovllm.structured.mask_filler import THREADS, Filling
 from nanovllm.weights.demo_model import demo_model_path
 
 # Long enough that no output ends before --tokens.
@@ -102,7 +101,9 @@ class Stages:
     def __init__(self, llm: LLM) -> None:
         self._seconds: dict[str, list[float]] = {"schedule": [], "execute": [], "step": []}
         engine = llm.engine
-        self._masks = engine.runner.sampler.masks.times
+        self._masks: list[dict[str, float]] = []
+        """Seconds of each step with masks, by `MASK_PARTS`."""
+        self._time_masks(engine.runner.sampler.masks)
         self._in_thread = engine.runner.fast.enabled.mask_thread
         self._ends: list[tuple[float, int]] = []
         """Of each step: when it ended, how many requests got tokens."""
@@ -120,6 +121,50 @@ class Stages:
             return result
 
         return timed
+
+    def _time_masks(self, masks: Any) -> None:
+        """masks: the engine's `ThreadedMaskBuilder`."""
+        prepare, start = masks.filler.prepare, masks.start
+
+        def adding(part: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            times = self._masks[-1]
+
+            def timed(*args: Any) -> Any:
+                begin = time.perf_counter()
+                try:
+                    return call(*args)
+                finally:
+                    times[part] += time.perf_counter() - begin
+
+            return timed
+
+        def timed_prepare(*args: Any) -> Filling:
+            *others, before, after, end = args
+            times = dict.fromkeys(MASK_PARTS, 0.0)
+            self._masks.append(times)
+            job = before.__self__
+            job.wait_for_tokens = adding("tokens", job.wait_for_tokens)
+            job.advance_grammars = adding("advance", job.advance_grammars)
+            apply_bans = adding("bans", after)
+
+            def timed_before() -> None:
+                before()
+                times["fill"] = -time.perf_counter()
+
+            def timed_after() -> None:
+                times["fill"] += time.perf_counter()
+                apply_bans()
+
+            filling: Filling = prepare(*others, timed_before, timed_after, end)
+            return filling
+
+        def timed_start(*args: Any, **options: Any) -> StartedMasks:
+            started: StartedMasks = start(*args, **options)
+            for wait in ("wait_until_filled", "wait_until_filling"):
+                setattr(started.filling, wait, adding("main_wait", getattr(started.filling, wait)))
+            return started
+
+        masks.filler.prepare, masks.start = timed_prepare, timed_start
 
     def _noted(self, step: Callable[[], list[Request]]) -> Callable[[], list[Request]]:
         def noted() -> list[Request]:
@@ -155,13 +200,12 @@ class Stages:
 
         All requests begin and end together, so the last calls of `execute` are those with masks.
         """
-        names = [field.name for field in fields(MaskTimes)]
-        masks = {name: 1e3 * np.array([getattr(times, name) for times in self._masks]) for name in names}
+        masks = {part: 1e3 * np.array([times[part] for times in self._masks]) for part in MASK_PARTS}
         end, count = len(self._seconds["execute"]), len(self._masks)
         whole = {name: 1e3 * np.array(times[end - count : end]) for name, times in self._seconds.items()}
         inside = masks["main_wait"]
         if not self._in_thread:
-            inside = inside + sum(masks[name] for name in ("tokens", "advance", "fill", "bans"))
+            inside = inside + sum(masks[part] for part in MASK_PARTS[:-1])
         found = masks | {
             "launch": whole["execute"] - inside, "schedule": whole["schedule"],
             "read": whole["step"] - whole["execute"] - whole["schedule"], "step": whole["step"],
@@ -169,6 +213,8 @@ class Stages:
         return {name: ms[_ENDS:-_ENDS] for name, ms in found.items()}
 
 
+MASK_PARTS = ("tokens", "advance", "fill", "bans", "main_wait")
+"""The parts of a step's masks: all but the last are the work of whoever makes them."""
 SAID = {
     "tokens": "masks: waiting for the tokens of the step before, the GPU is behind",
     "advance": "masks: moving the grammars on",

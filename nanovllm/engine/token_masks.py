@@ -39,8 +39,8 @@ class TokenMasks(NamedTuple):
 
 
 class MaskJob:
-    """From the tokens of the step before to masks in host memory. One thread calls, in this order: `wait_for_tokens`,
-    `advance_grammars`, what fills the masks of `constraints`, and `apply_bans`.
+    """From the tokens of the step before to masks in host memory. One thread calls, in this order: `wait_and_advance`,
+    what fills the masks of `constraints`, and `apply_bans`.
 
     Args:
         latest: the step that was launched last.
@@ -61,6 +61,11 @@ class MaskJob:
         if any(position > len(seq.token_ids) for _, seq, position in rows):
             assert latest is not None, "one step is in flight"
             self._index = {seq: i for i, seq in enumerate(latest.step.sampling)}
+
+    def wait_and_advance(self) -> None:
+        """Wait for the tokens of the step before, and advance the grammars."""
+        self.wait_for_tokens()
+        self.advance_grammars()
 
     def wait_for_tokens(self) -> None:
         """Wait for the tokens of the step before, if the host lacks them."""
@@ -117,8 +122,7 @@ class MaskBuilder:
         assert constraint is not None
         masks = np.empty((len(rows), constraint.num_words), np.int32)
         job = MaskJob(rows, self._latest, masks, self._device)
-        job.wait_for_tokens()
-        job.advance_grammars()
+        job.wait_and_advance()
         self.filler.fill(job.constraints, masks)
         job.apply_bans()
         numbers = np.array([row.row for row in rows], np.int64)

@@ -36,7 +36,7 @@ class Filling:
     Args:
         fill: fills them.
         before: called before that.
-        after: called after that, with the seconds that filling took.
+        after: called after that.
         end: called at the end, whatever happened, with whether something failed.
     """
 
@@ -44,7 +44,7 @@ class Filling:
         self,
         fill: Callable[[], object],
         before: Callable[[], object] | None = None,
-        after: Callable[[float], object] | None = None,
+        after: Callable[[], object] | None = None,
         end: Callable[[bool], object] | None = None,
     ) -> None:
         self._calls: Any = before, fill, after
@@ -81,7 +81,7 @@ class Filling:
         self,
         before: Callable[[], object] | None,
         fill: Callable[[], object],
-        after: Callable[[float], object] | None,
+        after: Callable[[], object] | None,
     ) -> None:
         try:
             self._failed_before = True
@@ -92,11 +92,9 @@ class Filling:
             # What waits for this needs longer to wake up than `fill` to begin with what needs no interpreter.
             self._has_begun = True
             self._begun.release()
-        start = time.perf_counter()
         fill()
-        seconds = time.perf_counter() - start
         if after is not None:
-            after(seconds)
+            after()
 
     def _call_end(self) -> None:
         end, failed = self._end, self._failure is not None
@@ -168,7 +166,7 @@ class MaskFiller:
         masks: np.ndarray,
         in_thread: bool,
         before: Callable[[], object] | None = None,
-        after: Callable[[float], object] | None = None,
+        after: Callable[[], object] | None = None,
         end: Callable[[bool], object] | None = None,
     ) -> Filling:
         """A `Filling` of these masks, to be run.

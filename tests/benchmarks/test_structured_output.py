@@ -69,7 +69,7 @@ def test_the_parts_of_a_step_add_up(tmp_path, in_thread):
 def stand_in(step=None):
     """An engine whose steps are calls of a function."""
     runner = SimpleNamespace(
-        execute=None, sampler=SimpleNamespace(masks=SimpleNamespace(times=[])),
+        execute=None, sampler=SimpleNamespace(masks=SimpleNamespace(start=None, filler=SimpleNamespace(prepare=None))),
         fast=SimpleNamespace(enabled=SimpleNamespace(mask_thread=True)),
     )  # fmt: skip
     return SimpleNamespace(engine=SimpleNamespace(step=step, runner=runner, scheduler=SimpleNamespace(schedule=None)))

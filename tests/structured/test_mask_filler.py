@@ -76,7 +76,7 @@ def test_masks_that_are_given_up():
         return Filling(
             lambda: may_end.wait(300),
             before=lambda: calls.append(f"first {name}"),
-            after=lambda seconds: calls.append(f"last {name}"),
+            after=lambda: calls.append(f"last {name}"),
             end=lambda failed: calls.append(f"end {name}{' failed' * failed}"),
         )
 

@@ -26,10 +26,7 @@ interpreter, which the thread needs to open the gate.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -40,23 +37,6 @@ from nanovllm.structured.mask_filler import Filling
 
 MakeGate = Callable[[torch.Tensor, torch.device], Gate | None]
 """From a word of host memory and the device that waits to a gate; None: there can be none. See `stream_gate`."""
-_STEPS_TIMED = 4096
-
-
-@dataclass
-class MaskTimes:
-    """Seconds that a step's masks took: of the thread that makes them, and of the main thread that waits for it."""
-
-    tokens: float = 0.0
-    """Waiting for the tokens of the step before. The device computes meanwhile, so this time is not lost."""
-    advance: float = 0.0
-    """Advancing the grammars by these tokens."""
-    fill: float = 0.0
-    """Filling the masks."""
-    bans: float = 0.0
-    """Applying other bans."""
-    main_wait: float = 0.0
-    """How long the main thread waited: until the grammars were advanced, or, without a gate, the masks filled."""
 
 
 class StartedMasks:
@@ -85,30 +65,14 @@ class StartedMasks:
         """
         job = self._job
         gate = None if host_waits else self._gate
-        with _timed(job.times, "main_wait"):
-            if gate is None:
-                self.filling.wait_until_filled()
-            else:
-                self.filling.wait_until_filling()
-        if gate is not None:
+        if gate is None:
+            self.filling.wait_until_filled()
+        else:
+            self.filling.wait_until_filling()
             # The thread makes no further call of CUDA. What is launched from now on may load a kernel, for which the
             # driver waits until the gate opens, with a lock that all of its calls need.
             gate.launch_wait(job.gate_value)
         return job.buffers.launch_copy(job.buffer, len(job.constraints))
-
-
-class _timed:
-    """Adds the seconds that a block takes to a field."""
-
-    def __init__(self, times: MaskTimes, name: str) -> None:
-        self._times, self._name = times, name
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._start
-        setattr(self._times, self._name, getattr(self._times, self._name) + seconds)
 
 
 class _Buffer:
@@ -197,29 +161,13 @@ class _Buffers:
 
 
 class _BufferedMaskJob(MaskJob):
-    """A `MaskJob` whose masks go to a buffer, and whose end opens the gate. In this order: `wait_and_advance`, filling
-    the masks, `apply_bans_after`, `open_gate`.
-    """
+    """A `MaskJob` whose masks go to a buffer, and whose end opens the gate."""
 
     def __init__(self, rows: Sequence[ConstrainedRow], latest: StepResult | None, buffers: _Buffers) -> None:
-        self.times = MaskTimes()
         self.buffers = buffers
         self.buffer, self.gate_value = buffers.next_free()
         super().__init__(rows, latest, self.buffer.masks[: len(rows)], buffers.device)
         self.buffer.rows[: len(rows)] = [row.row for row in rows]
-
-    def wait_and_advance(self) -> None:
-        """Wait for the tokens of the step before, and advance the grammars."""
-        with _timed(self.times, "tokens"):
-            self.wait_for_tokens()
-        with _timed(self.times, "advance"):
-            self.advance_grammars()
-
-    def apply_bans_after(self, fill_seconds: float) -> None:
-        """`apply_bans`, after filling the masks, which took this time."""
-        self.times.fill = fill_seconds
-        with _timed(self.times, "bans"):
-            self.apply_bans()
 
     def open_gate(self, failed: bool) -> None:
         """The job has ended. failed: the masks are not all there, and what is sampled with them is not used."""
@@ -237,9 +185,6 @@ class ThreadedMaskBuilder(MaskBuilder):
     Args:
         max_rows: rows that a step may have.
         make_gate: makes what the device waits at, when the first masks come.
-
-    Attributes:
-        times: of the latest steps with masks.
     """
 
     def __init__(self, device: torch.device, max_rows: int, make_gate: MakeGate = stream_gate) -> None:
@@ -247,7 +192,6 @@ class ThreadedMaskBuilder(MaskBuilder):
         self._max_rows = max_rows
         self._make_gate = make_gate
         self._buffers: _Buffers | None = None
-        self.times: deque[MaskTimes] = deque(maxlen=_STEPS_TIMED)
 
     def drain(self) -> None:
         """Wait until no thread fills masks, and the gate is open for all that was launched.
@@ -276,9 +220,8 @@ class ThreadedMaskBuilder(MaskBuilder):
             assert constraint is not None
             self._buffers = _Buffers(self._max_rows, constraint.num_words, self._device, self._make_gate)
         job = _BufferedMaskJob(rows, self._latest, self._buffers)
-        self.times.append(job.times)
         filling = self.filler.prepare(
-            job.constraints, job.masks, in_thread, job.wait_and_advance, job.apply_bans_after, job.open_gate
+            job.constraints, job.masks, in_thread, job.wait_and_advance, job.apply_bans, job.open_gate
         )
         if in_thread:
             job.buffer.filling = filling  # before a thread has it: an interrupt may come at any line
