@@ -69,15 +69,16 @@ class ModelRunner:
         if why_op_by_op:
             report_op_by_op(why_op_by_op, config, checkpoint, device)
         warn_of_interpreter(kernels, checkpoint.config, device)
-        fp8_prompt_tokens = FastPaths.fp8_prompt_tokens(config, kernels, self.dtype, device)
+        forms = FastPaths.weight_forms(config)
+        fp8_prompt_tokens = forms.least_fp8_tokens(config, kernels, self.dtype, device)
         timer = StartTimer()
         loading_stage("making random weights" if checkpoint.format == "dummy" else "reading weights", self.device_name)
         with torch.inference_mode(), on_device(device), collector_off(gc.collect) if on_gpu else nullcontext():
             self.model = load_model(
                 checkpoint, kernels, self.dtype, device, limits.max_model_len, seed=config.seed or 0,
-                packed=None if why_op_by_op else config.cpu_activations, keep_packed=FastPaths.keep_packed(config),
+                packed=None if why_op_by_op else config.cpu_activations, keep_packed=forms.packed,
             )  # fmt: skip
-            plan = FastPaths.expansion(config, kernels, self.dtype, device) if why_op_by_op else None
+            plan = forms.expansion_plan(config, kernels, self.dtype, device) if why_op_by_op else None
             if why_op_by_op and fp8_prompt_tokens is not None:
                 round_layers(self.model, kernels, fp8_prompt_tokens, plan)
             if plan is not None:

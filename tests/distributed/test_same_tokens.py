@@ -12,6 +12,7 @@ from nanovllm.distributed.group import SINGLE
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from nanovllm.kernels.op.expansion_plan import ExpansionPlan, ExpansionRule
 from nanovllm.layers.packed_weight import PackedWeight
+from nanovllm.weights.weight_forms import WeightForms
 from tests import tiny
 from tests.distributed.spmd import engine
 from tests.engine.fast.replayed import BACKEND, lengths_on_the_device
@@ -153,7 +154,7 @@ def prompts():
 
 def served_packed(group, directory, form=None, expansion=None):
     """(the tokens of a few requests, how many layers have packed weights)."""
-    policy = FastPolicy(packed_weights=True, expansion=expansion)
+    policy = FastPolicy(weight_forms=WeightForms(packed=True, expansion=expansion))
     made = engine(group, directory, use_custom_kernels=False, fast_policy=policy, quantization=form)
     requests = [made.add_request(prompt, GREEDY) for prompt in prompts()]
     while made.has_unfinished:

@@ -15,6 +15,7 @@ from nanovllm.models.model_presets import preset
 from nanovllm.models.model_registry import model_class
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.loader import load_model
+from nanovllm.weights.weight_forms import WeightForms
 from tests import tiny
 from tests.engine import small_engine
 from tests.native import NATIVE
@@ -202,7 +203,7 @@ def test_tokens_with_experts_in_8_bit_floats_are_those_of_the_same_numbers(tmp_p
     for packed in (True, False):
         llm = small_engine.make(
             tmp_path, device="cpu", quantization="fp8", load_format=load_format, use_custom_kernels=False,
-            fast_policy=FastPolicy(packed_weights=packed),
+            fast_policy=FastPolicy(weight_forms=WeightForms(packed=packed)),
         )  # fmt: skip
         experts = llm.engine.runner.model.get_submodule("model.layers.0.mlp.experts.down_proj")
         assert (experts.scale is not None) == packed

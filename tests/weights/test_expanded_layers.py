@@ -14,6 +14,7 @@ from nanovllm.kernels.op.expansion_plan import ANY, ExpansionPlan, ExpansionRule
 from nanovllm.kernels.triton.early_start import are_constant
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.weights.expanded_layers import expand_layers
+from nanovllm.weights.weight_forms import WeightForms
 from tests import tiny
 from tests.engine.fast.replayed import ReplayedFunctions
 from tests.providers import registered
@@ -37,7 +38,7 @@ def plan(num_tokens=SOME, ops=PACKED_OPS, max_layer_weights=LARGE, max_bytes=LAR
 
 
 def packed(expansion, **switches):
-    return dict(fast_policy=FastPolicy(packed_weights=True, expansion=expansion, **switches))
+    return dict(fast_policy=FastPolicy(weight_forms=WeightForms(packed=True, expansion=expansion), **switches))
 
 
 SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_full_speed_tokens=4, max_pieces=3)
@@ -46,7 +47,7 @@ MODES = {
     "one by one": packed(plan()) | dict(max_num_seqs=1),
     "chunked": packed(plan()) | dict(max_num_batched_tokens=11),
     "preempted": packed(plan()) | dict(num_kvcache_blocks=5),
-    "no fast paths": dict(fast_policy=FastPolicy.off(packed_weights=True, expansion=plan())),
+    "no fast paths": dict(fast_policy=FastPolicy.off(weight_forms=WeightForms(packed=True, expansion=plan()))),
     "replayed": packed(plan(), padding=True, prefill_graphs=True, graph_backend=ReplayedFunctions),
     "piggybacked": packed(plan(), piggyback_prefill=True, piggyback=SIZES) | dict(max_num_batched_tokens=40),
 }

@@ -1,5 +1,7 @@
 """Quantised checkpoints: our weights are the numbers that the files stand for, and tokens follow from them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from nanovllm.models.packed_decoder import PackedDecoderForCausalLM
 from nanovllm.weights.checkpoint import locate
 from nanovllm.weights.loader import load_model
 from nanovllm.weights.safetensors_files import WeightError
+from nanovllm.weights.weight_forms import WeightForms
 from tests import tiny
 from tests.native import NATIVE
 from tests.weights.checkpoints import CPU, edit, fused
@@ -23,12 +26,13 @@ OPTIONS = dict(
     device="cpu", dtype="float32", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=60,
     max_model_len=64,
 )  # fmt: skip
-PACKED = dict(use_custom_kernels=False, fast_policy=FastPolicy(packed_weights=True))
+STAY_PACKED = FastPolicy(weight_forms=WeightForms(packed=True))
+PACKED = dict(use_custom_kernels=False, fast_policy=STAY_PACKED)
 MODES = {
     "C++": dict(),
     "op by op": dict(use_custom_kernels=False),
     "packed": PACKED,
-    "padded": PACKED | dict(fast_policy=FastPolicy(packed_weights=True, padding=True, prefill_graphs=True)),
+    "padded": PACKED | dict(fast_policy=replace(STAY_PACKED, padding=True, prefill_graphs=True)),
     "chunked": PACKED | dict(max_num_batched_tokens=11),
 }
 

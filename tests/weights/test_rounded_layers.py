@@ -8,13 +8,13 @@ import torch.nn as nn
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.fast.paths import FastPaths
 from nanovllm.engine.fast.policy import FastPolicy, PiggybackSizes
 from nanovllm.kernels import all_ops, resolve_kernels
 from nanovllm.kernels.op.expansion_plan import ANY, ExpansionPlan, ExpansionRule
 from nanovllm.kernels.ops.linear_fp8_dynamic import quantise_fp8
 from nanovllm.layers.packed_weight import PackedWeight
 from nanovllm.layers.stored_matrices import Fp8Matrix
+from nanovllm.weights.weight_forms import WeightForms
 from tests import tiny
 from tests.engine.fast.replayed import ReplayedFunctions
 from tests.native import NATIVE
@@ -28,8 +28,9 @@ LOGGER = "nanovllm.weights.rounded_layers"
 GPU = torch.cuda.is_available()
 
 
-def policy(least=LEAST, **switches):
-    return dict(fast_policy=FastPolicy(packed_weights=True, fp8_prompt_tokens=least, **switches))
+def policy(least=LEAST, expansion=None, **switches):
+    forms = WeightForms(packed=True, expansion=expansion, fp8_prompt_tokens=least)
+    return dict(fast_policy=FastPolicy(weight_forms=forms, **switches))
 
 
 SIZES = PiggybackSizes(totals=(8, 20, 40), row_multiple=2, min_tokens=2, min_full_speed_tokens=4, max_pieces=3)
@@ -38,7 +39,7 @@ MODES = {
     "one by one": policy(1) | dict(max_num_seqs=1),
     "chunked": policy(1) | dict(max_num_batched_tokens=11),
     "preempted": policy(1) | dict(num_kvcache_blocks=5),
-    "no fast paths": dict(fast_policy=FastPolicy.off(packed_weights=True, fp8_prompt_tokens=1)),
+    "no fast paths": dict(fast_policy=FastPolicy.off(weight_forms=WeightForms(packed=True, fp8_prompt_tokens=1))),
     "replayed": policy(1, padding=True, prefill_graphs=True, graph_backend=ReplayedFunctions),
     "piggybacked": policy(1, piggyback_prefill=True, piggyback=SIZES) | dict(max_num_batched_tokens=40),
 }
@@ -201,11 +202,11 @@ def test_what_a_gpu_needs(monkeypatch):
     ]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         with pytest.raises(ValueError, match=f"prompt_activations='fp8': {said}"):
-            FastPaths.fp8_prompt_tokens(asked, chosen, dtype, gpu)
-        assert FastPaths.fp8_prompt_tokens(EngineConfig("x"), chosen, dtype, gpu) is None
+            WeightForms().least_fp8_tokens(asked, chosen, dtype, gpu)
+        assert WeightForms().least_fp8_tokens(EngineConfig("x"), chosen, dtype, gpu) is None
     for capability in ((8, 9), (9, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert FastPaths.fp8_prompt_tokens(asked, kernels, half, gpu) == 257
+        assert WeightForms().least_fp8_tokens(asked, kernels, half, gpu) == 257
 
 
 def test_values():

@@ -31,11 +31,9 @@ from nanovllm.engine.step import ScheduledStep, StepKind
 from nanovllm.engine.step_result import StepResult
 from nanovllm.hardware.stream_gate import stream_gate
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.op.expansion_plan import ExpansionPlan
-from nanovllm.kernels.op.provider import NATIVE
-from nanovllm.kernels.triton.gemm.packed_plan import MAX_TOKENS
 from nanovllm.loading_line import loading_stage
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.weights.weight_forms import WeightForms
 
 logger = logging.getLogger(__name__)
 
@@ -54,39 +52,9 @@ class FastPaths:
     """
 
     @staticmethod
-    def keep_packed(config: EngineConfig) -> bool | None:
-        """Whether quantised weights stay packed where layers run op by op; None: on a GPU."""
-        return FastPolicy.of(config).packed_weights
-
-    @staticmethod
-    def expansion(
-        config: EngineConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
-    ) -> ExpansionPlan | None:
-        """Which packed weights get a dequantised copy of `dtype` for some steps; None: none does."""
-        given = FastPolicy.of(config).expansion
-        if config.expand_small_weights == "off":
-            return None
-        if given is not None or device.type != "cuda":
-            return given
-        gpu = torch.cuda.get_device_properties(device)
-        return ExpansionPlan.measured((gpu.major, gpu.minor), gpu.total_memory, dtype, kernels)
-
-    @staticmethod
-    def fp8_prompt_tokens(
-        config: EngineConfig, kernels: Kernels, dtype: torch.dtype, device: torch.device
-    ) -> int | None:
-        """Least tokens of a step in which packed weights are multiplied in 8-bit floats; None: there is no such step.
-
-        Raises:
-            ValueError: `prompt_activations` asks for it, and it cannot be done.
-        """
-        if config.prompt_activations == "auto":
-            return None
-        if (least := FastPolicy.of(config).fp8_prompt_tokens) is not None:
-            return least
-        if (reason := _why_no_fp8_products(kernels, dtype, device)) is not None:
-            raise ValueError(f"prompt_activations='fp8': {reason}, or leave the argument out")
-        return MAX_TOKENS + 1
+    def weight_forms(config: EngineConfig) -> WeightForms:
+        """How quantised weights are kept and multiplied."""
+        return FastPolicy.of(config).weight_forms
 
     def __init__(self, config: EngineConfig, kernels: Kernels, model: DecoderForCausalLM, device: torch.device) -> None:
         self.policy = FastPolicy.of(config)
@@ -218,17 +186,3 @@ class FastPaths:
         if not self.enabled.decode_padding or not 0 < wanted <= self.buckets.batch_sizes[-1]:
             return batch
         return replace(batch, logits_rows=np.pad(batch.logits_rows, (0, self.buckets.fit(wanted, 1)[0] - wanted)))
-
-
-def _why_no_fp8_products(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why products of 8-bit floats cannot run, and what to do; None: they can."""
-    if device.type != "cuda":
-        return "needs a GPU with fp8 tensor cores, not a CPU; use device='cuda' where there is one"
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < (8, 9):
-        return f"needs fp8 tensor cores, of compute capability 8.9 or later, not {major}.{minor}; use another GPU"
-    if dtype == torch.float32:
-        return "needs activations of 16 bits, not float32; pass dtype='bfloat16'"
-    if kernels.providers["linear_fp8_dynamic"] == NATIVE:
-        return "needs a kernel for linear_fp8_dynamic, of which the reference was selected; use custom kernels"
-    return None

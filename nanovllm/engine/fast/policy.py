@@ -12,8 +12,8 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.fast.mask_thread import MakeGate
 from nanovllm.kernels import Kernels
-from nanovllm.kernels.op.expansion_plan import ExpansionPlan
 from nanovllm.kernels.ops.checks import values_checked
+from nanovllm.weights.weight_forms import WeightForms
 from nanovllm.wording import brief
 
 logger = logging.getLogger(__name__)
@@ -65,15 +65,6 @@ class FastPolicy:
     piggyback_prefill: bool | None = None
     """Offline prompts are computed together with decodes, a few tokens a step. None: where decode steps are CUDA graphs
     and the model's layers are large."""
-    packed_weights: bool | None = None
-    """Quantised weights stay packed where layers run op by op; if not, they are expanded when they are loaded. None: on
-    a GPU."""
-    expansion: ExpansionPlan | None = None
-    """Which packed weights of small layers get a dequantised copy where its products are faster. None: by what was
-    measured on the GPU."""
-    fp8_prompt_tokens: int | None = None
-    """Least tokens of a step for `prompt_activations="fp8"`. None: more than those up to which kernels read packed
-    weights, on a GPU with fp8 tensor cores. A number lets tests use it with other providers and devices."""
     mask_thread: bool | None = None
     """A thread makes the masks of constrained rows while the host reads the step before and launches the next one.
     None: on a GPU."""
@@ -103,6 +94,8 @@ class FastPolicy:
     capture_sampling: bool | None = None
     """Decode graphs sample as well. None: where sampling is one kernel; the reference is thousands of launches."""
     piggyback: PiggybackSizes = field(default_factory=PiggybackSizes)
+    weight_forms: WeightForms = WeightForms()
+    """No fast path: what changes how products of quantised weights are rounded."""
     mask_gate: MakeGate | None = None
     """What captured steps wait at for their masks. None: `stream_gate`. Tests pass a stand-in."""
     graph_backend: Callable[[Any], Any] | None = None
