@@ -129,32 +129,25 @@ class DecodeRunner:
 
         Returns None, with nothing done, if the step has too many piggybacked tokens.
         """
-        piggybacked = 0
+        size = None
         if step.kind is StepKind.PIGGYBACKED:
-            piggybacked = self._piggybacked_tokens(step)
-            if not piggybacked:
+            if self._piggyback is not None:
+                size = self._piggyback.padded_size(len(step.sampling_parts), sum(p.num_tokens for p in step.pieces))
+            if size is None:
                 return None
         try:
-            return self._launch(step, piggybacked)
+            return self._launch(step, size)
         except BaseException:  # an interrupt may come between the host's mirror and the device
             self.state.reset()
             self._masks.drain()
             raise
 
-    def _piggybacked_tokens(self, step: ScheduledStep) -> int:
-        """The padded number of a step's piggybacked tokens; 0: there are too many."""
-        if self._piggyback is None:
-            return 0
-        num_tokens = sum(piece.num_tokens for piece in step.pieces)
-        counts = self._piggyback.token_counts(self._piggyback.padded_rows(len(step.sampling_parts)))
-        return next((n for n in counts if n >= num_tokens), 0)
-
-    def _launch(self, step: ScheduledStep, piggybacked: int) -> StepResult:
+    def _launch(self, step: ScheduledStep, piggybacked_size: tuple[int, int] | None) -> StepResult:
         state = self.state
         order = state.place(step)
-        shape = self._shape(piggybacked)
-        if piggybacked:
-            self._runs.send(Batch.build(step.pieces, state.block_size), self._runs_bucket(piggybacked))
+        shape = self._shape(piggybacked_size)
+        if shape.piggybacked:
+            self._runs.send(Batch.build(step.pieces, state.block_size), self._runs_bucket(shape.piggybacked))
         masks = logprobs = None
         constrained = state.constrained()
         if constrained or self.graphs is None or not self.graphs.replay(shape):
@@ -205,8 +198,11 @@ class DecodeRunner:
             on_device = masks.to_device(host_waits=count not in graphs)
             graphs.replay_or_call(count, partial(self._sampler.mask_op, self.logits, *on_device))
 
-    def _shape(self, piggybacked: int) -> StepShape:
-        """The shape of the step that the state's rows are placed for."""
+    def _shape(self, piggybacked_size: tuple[int, int] | None) -> StepShape:
+        """The shape of the step that the state's rows are placed for.
+
+        piggybacked_size: (rows, tokens of prompts) of a step with piggybacked prompts.
+        """
         state, buckets = self.state, self._buckets
         rows = state.num_rows
         shared = state.prefixes is not None and state.prefixes.worthwhile
@@ -218,8 +214,9 @@ class DecodeRunner:
             rows, context = buckets.fit(rows, state.max_context_len if buckets.by_context else 1)
             if shared:
                 context = buckets.longest
-        if piggybacked and self._piggyback is not None:
-            rows = self._piggyback.padded_rows(state.num_rows)
+        piggybacked = 0
+        if piggybacked_size is not None:
+            rows, piggybacked = piggybacked_size
         mode = state.sampling_mode
         if mode is SamplingMode.GREEDY and self._capture_sampling:
             mode = SamplingMode.PLAIN

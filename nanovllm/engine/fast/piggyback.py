@@ -66,6 +66,11 @@ class Piggyback:
         """The padded numbers of prompt tokens that a step with `rows` decode rows may have, ascending."""
         return [tokens for tokens in (self.room(rows, total) for total in self.sizes.totals) if tokens]
 
+    def padded_size(self, num_decodes: int, num_tokens: int) -> tuple[int, int] | None:
+        """The padded (decode rows, prompt tokens) of a step; None: it has too many prompt tokens."""
+        rows = self.padded_rows(num_decodes)
+        return next(((rows, tokens) for tokens in self.token_counts(rows) if tokens >= num_tokens), None)
+
     # ------------------------------------------------------------------------------------------------ for the scheduler
 
     def first_sequence_added(self) -> None:
