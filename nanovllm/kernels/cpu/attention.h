@@ -61,16 +61,20 @@ struct Run {
 inline float exponentials(float* scores, int64_t count, float& total) {
     const int64_t padded = (count + LANES - 1) / LANES * LANES;
     for (int64_t i = count; i < padded; i++) scores[i] = -INFINITY;
-    Floats most = broadcast(-INFINITY);
-    for (int64_t i = 0; i < padded; i += LANES) most = larger(most, load<Floats>(scores + i));
-    const float top = maximum(most);
-    Floats sums{};
-    for (int64_t i = 0; i < padded; i += LANES) {
-        const Floats p = exponential<true>(load<Floats>(scores + i) - top);
-        store(scores + i, p);
-        sums += p;
-    }
-    total = sum(sums);
+    NarrowFloats most[NARROWS], sums[NARROWS] = {};
+    for (NarrowFloats& part : most) part = broadcast<NarrowFloats>(-INFINITY);
+    for (int64_t i = 0; i < padded; i += LANES)
+        for (int p = 0; p < NARROWS; p++) most[p] = larger(most[p], load<NarrowFloats>(scores + i + p * NARROW));
+    for (int p = 1; p < NARROWS; p++) most[0] = larger(most[0], most[p]);
+    const float top = maximum(most[0]);
+    for (int64_t i = 0; i < padded; i += LANES)
+        for (int p = 0; p < NARROWS; p++) {
+            float* const at = scores + i + p * NARROW;
+            const NarrowFloats power = exponential<true>(load<NarrowFloats>(at) - top);
+            store(at, power);
+            sums[p] += power;
+        }
+    total = sum(whole(sums));
     return top;
 }
 
@@ -202,6 +206,9 @@ constexpr int64_t GATHER_FROM = 8;  // new tokens of a run from which on its key
 #if defined(__AVX512F__)
 constexpr int64_t QUERY_TOKENS = 8;
 constexpr bool TWO_VECTORS = true;
+#elif defined(__AVX2__)
+constexpr int64_t QUERY_TOKENS = 6;
+constexpr bool TWO_VECTORS = false;
 #else
 constexpr int64_t QUERY_TOKENS = 4;
 constexpr bool TWO_VECTORS = false;
@@ -349,12 +356,14 @@ inline void attend_long_runs(Threads& threads, const Cache& cache, const std::ve
             const int64_t token = run.first + task.token, last = run.context - run.count + task.token;
             const float* q = heads.q + token * heads.q_stride + task.head * dim;
             float* to = heads.out + token * heads.out_stride + task.head * dim;
-            if (task.count == QUERY_TOKENS)
-                return attend_gathered<QUERY_TOKENS>(from, dim, last, q, heads.q_stride, heads.scale, heads.window, to,
-                                                    heads.out_stride);
-            for (int64_t m = 0; m < task.count; m++)
-                attend_gathered<1>(from, dim, last + m, q + m * heads.q_stride, heads.q_stride, heads.scale,
-                                   heads.window, to + m * heads.out_stride, heads.out_stride);
+            const auto attend = [&](auto tokens, int64_t m) {
+                attend_gathered<tokens>(from, dim, last + m, q + m * heads.q_stride, heads.q_stride, heads.scale, heads.window,
+                                        to + m * heads.out_stride, heads.out_stride);
+            };
+            if (task.count == QUERY_TOKENS) return attend(std::integral_constant<int, QUERY_TOKENS>{}, 0);
+            int64_t m = 0;
+            for (; m + 2 <= task.count; m += 2) attend(std::integral_constant<int, 2>{}, m);
+            if (m < task.count) attend(std::integral_constant<int, 1>{}, m);
         });
     }
 }

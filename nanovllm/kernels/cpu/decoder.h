@@ -48,14 +48,15 @@ inline void each_token(Threads& threads, int64_t count, Fn&& fn) {
 
 inline void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* out) {
     float squares = 0;
-    Floats total{};
+    NarrowFloats total[NARROWS] = {};
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        const Floats values = load<Floats>(x + i);
-        total += values * values;
-    }
+    for (; i + LANES <= size; i += LANES)
+        for (int p = 0; p < NARROWS; p++) {
+            const NarrowFloats values = load<NarrowFloats>(x + i + p * NARROW);
+            total[p] += values * values;
+        }
     for (int64_t j = i; j < size; j++) squares += x[j] * x[j];
-    const float factor = 1.0f / std::sqrt((sum(total) + squares) / (float)size + eps);
+    const float factor = 1.0f / std::sqrt((sum(whole(total)) + squares) / (float)size + eps);
     for (i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
 }
 
@@ -180,9 +181,9 @@ class Step {
     void activate(int64_t t, const float* factor) {
         float* gate = wide_->row(t);
         int64_t i = 0;
-        for (; i + LANES <= model_.intermediate; i += LANES)
-            store(gate + i, silu(load<Floats>(gate + i)) * load<Floats>(factor + i));
-        for (; i < model_.intermediate; i++) gate[i] = silu(broadcast(gate[i]))[0] * factor[i];
+        for (; i + NARROW <= model_.intermediate; i += NARROW)
+            store(gate + i, silu(load<NarrowFloats>(gate + i)) * load<NarrowFloats>(factor + i));
+        for (; i < model_.intermediate; i++) gate[i] = silu(broadcast<NarrowFloats>(gate[i]))[0] * factor[i];
         wide_->finish(t);
     }
 

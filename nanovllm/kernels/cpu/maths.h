@@ -42,7 +42,10 @@ inline V exponential(const V& x) {
     }
 }
 
-inline Floats silu(Floats x) { return x / (exponential(-x) + 1.0f); }
+template <typename V>
+inline V silu(const V& x) {
+    return x / (exponential(-x) + 1.0f);
+}
 
 template <typename V>
 inline V larger(const V& a, const V& b) {

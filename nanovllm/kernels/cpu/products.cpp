@@ -173,10 +173,11 @@ inline void add_element(Register& to, const Register& weights, const uint32_t* x
 #endif
 }
 
-// A panel [size][PANEL_ROWS] times COUNT tokens, added to sums [token][PANEL_ROWS]. A function of its own, for which GCC
-// keeps all in registers.
+// A panel [size][PANEL_ROWS] times COUNT tokens, added to sums [token][PANEL_ROWS], or their first part if it is the first
+// panel. A function of its own, for which GCC keeps all in registers.
 template <int COUNT, typename Element>
-__attribute__((noinline)) void panel_times(const Element* panel, int64_t size, const Element* x, int64_t stride, float* sums) {
+__attribute__((noinline)) void panel_times(const Element* panel, int64_t size, const Element* x, int64_t stride, float* sums,
+                                           bool is_first) {
     constexpr int LENGTH = sizeof(Register) / sizeof(float), WIDTH = PANEL_ROWS / LENGTH;
     for (int64_t begin = 0; begin < size; begin += SUMMED) {
         Register acc[COUNT][WIDTH] = {};
@@ -190,7 +191,7 @@ __attribute__((noinline)) void panel_times(const Element* panel, int64_t size, c
         for (int m = 0; m < COUNT; m++)
             for (int i = 0; i < WIDTH; i++) {
                 float* to = sums + m * PANEL_ROWS + i * LENGTH;
-                store(to, load<Register>(to) + acc[m][i]);
+                store(to, is_first && !begin ? acc[m][i] : load<Register>(to) + acc[m][i]);
             }
         asm volatile("" ::: "memory");  // or GCC copies all sums to the stack and back
     }
@@ -198,9 +199,10 @@ __attribute__((noinline)) void panel_times(const Element* panel, int64_t size, c
 
 // The same for 1 to COUNT tokens.
 template <int COUNT, typename Element>
-inline void panel_times(int64_t count, const Element* panel, int64_t size, const Element* x, int64_t stride, float* sums) {
-    if (count == COUNT) return panel_times<COUNT>(panel, size, x, stride, sums);
-    if constexpr (COUNT > 1) panel_times<COUNT - 1>(count, panel, size, x, stride, sums);
+inline void panel_times(int64_t count, const Element* panel, int64_t size, const Element* x, int64_t stride, float* sums,
+                        bool is_first) {
+    if (count == COUNT) return panel_times<COUNT>(panel, size, x, stride, sums, is_first);
+    if constexpr (COUNT > 1) panel_times<COUNT - 1>(count, panel, size, x, stride, sums, is_first);
 }
 
 template <typename Element>
@@ -247,7 +249,7 @@ inline void many(const Weight& w, int64_t first, int tiles, const Tokens& x, con
     const int64_t passes = (x.count + PANEL_TOKENS - 1) / PANEL_TOKENS;
     Element* const panel = panel_memory<Element>();
     thread_local std::vector<float> sums;
-    sums.assign((size_t)x.count * PANEL_ROWS, 0.0f);
+    if (sums.size() < (size_t)x.count * PANEL_ROWS) sums.resize((size_t)x.count * PANEL_ROWS);
     for (int64_t g0 = 0; g0 < groups; g0 += GROUPS) {
         const int64_t some = std::min<int64_t>(GROUPS, groups - g0), size = some * GROUP / COLUMNS;
         const uint8_t* const from = w.data + first * tile_size + g0 / T::GROUPS * T::BYTES;
@@ -271,11 +273,11 @@ inline void many(const Weight& w, int64_t first, int tiles, const Tokens& x, con
                     for (int r = 0; r < tiles; r++)
                         __builtin_prefetch(out.values + (m + i) * out.stride + (first + r) * TILE, 1);
             panel_times<PANEL_TOKENS>(count, panel, size, values + m * stride + g0 * GROUP / COLUMNS, stride,
-                                      sums.data() + m * PANEL_ROWS);
+                                      sums.data() + m * PANEL_ROWS, g0 == 0);
             if (is_last)
                 for (int64_t i = m; i < m + count; i++)
                     for (int r = 0; r < tiles; r++)
-                        out.put(i, first + r, load<Floats>(sums.data() + i * PANEL_ROWS + r * TILE));
+                        out.put(i, first + r, sums.data() + i * PANEL_ROWS + r * TILE);
         }
     }
 }

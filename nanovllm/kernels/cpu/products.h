@@ -26,13 +26,14 @@ struct Output {
     bool add;
 
     // The results of 16 rows.
-    void put(int64_t token, int64_t tile, const Floats& results) const {
+    void put(int64_t token, int64_t tile, const Floats& results) const { put(token, tile, (const float*)&results); }
+    void put(int64_t token, int64_t tile, const float* results) const {
         const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, rows - first);
         float* to = values + token * stride + first;
         if (count == TILE) {
             constexpr int LENGTH = LANES / REGISTERS;
             for (int i = 0; i < LANES; i += LENGTH) {
-                Register value = load<Register>((const float*)&results + i);
+                Register value = load<Register>(results + i);
                 if (bias) value += load<Register>(bias + first + i);
                 if (add) value += load<Register>(to + i);
                 store(to + i, value);

@@ -54,6 +54,14 @@ inline V broadcast(float value) {
     return V{} + value;
 }
 
+// 16 floats as narrow vectors. Loops over 16 floats add to these: GCC keeps longer vectors in memory.
+constexpr int NARROWS = LANES / NARROW;
+inline Floats whole(const NarrowFloats (&parts)[NARROWS]) {
+    Floats result;
+    std::memcpy(&result, parts, sizeof result);
+    return result;
+}
+
 // fn of vectors, register by register.
 template <typename Fn, typename... V>
 inline Floats in_registers(Fn&& fn, const V&... vectors) {
