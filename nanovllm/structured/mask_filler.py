@@ -34,20 +34,18 @@ class Filling:
     These waits may be interrupted at any line: what has happened is in plain attributes, and the locks only wake up.
 
     Args:
+        before: called first.
         fill: fills them.
-        before: called before that.
-        after: called after that.
         end: called at the end, whatever happened, with whether something failed.
     """
 
     def __init__(
         self,
+        before: Callable[[], object],
         fill: Callable[[], object],
-        before: Callable[[], object] | None = None,
-        after: Callable[[], object] | None = None,
         end: Callable[[bool], object] | None = None,
     ) -> None:
-        self._calls: Any = before, fill, after
+        self._calls: Any = before, fill
         self._end = end
         self._owner: dict[str, object] = {}
         """The call of `run` that does it, or `_NOBODY`. `setdefault` is atomic."""
@@ -63,9 +61,9 @@ class Filling:
         me = object()
         if self._owner.setdefault("is", me) is not me:
             return
-        before, fill, after = self._calls
+        before, fill = self._calls
         try:
-            self._run(before, fill, after)
+            self._run(before, fill)
         except BaseException as failure:
             self._failure = failure
         finally:
@@ -77,24 +75,16 @@ class Filling:
                 self._has_ended = True
                 self._ended.release()
 
-    def _run(
-        self,
-        before: Callable[[], object] | None,
-        fill: Callable[[], object],
-        after: Callable[[], object] | None,
-    ) -> None:
+    def _run(self, before: Callable[[], object], fill: Callable[[], object]) -> None:
         try:
             self._failed_before = True
-            if before is not None:
-                before()
+            before()
             self._failed_before = False
         finally:
             # What waits for this needs longer to wake up than `fill` to begin with what needs no interpreter.
             self._has_begun = True
             self._begun.release()
         fill()
-        if after is not None:
-            after()
 
     def _call_end(self) -> None:
         end, failed = self._end, self._failure is not None
@@ -169,7 +159,7 @@ class MaskFiller:
         after: Callable[[], object] | None = None,
         end: Callable[[bool], object] | None = None,
     ) -> Filling:
-        """A `Filling` of these masks, to be run.
+        """A `Filling` of these masks, to be run. before, after: called before and after they are filled.
 
         in_thread: it will run in a thread. It may first move the grammars on, in `before`. So all that it takes of the
             interpreter until it fills masks comes now: then, the caller could have the interpreter.
@@ -187,7 +177,13 @@ class MaskFiller:
 
         # In a thread even one grammar is filled in one call without the interpreter: Python would wait for it.
         parallel_from = 1 if in_thread else _PARALLEL_MASKS
-        return Filling(lambda: self._fill_these(work, constraints, masks, parallel_from), begin, after, end)
+
+        def fill() -> None:
+            self._fill_these(work, constraints, masks, parallel_from)
+            if after is not None:
+                after()
+
+        return Filling(begin, fill, end)
 
     def submit(self, filling: Filling) -> bool:
         """Run it in the thread, which does one after the other in order; False: there is no thread."""

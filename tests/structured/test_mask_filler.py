@@ -74,9 +74,8 @@ def test_masks_that_are_given_up():
 
     def made(name):
         return Filling(
-            lambda: may_end.wait(300),
             before=lambda: calls.append(f"first {name}"),
-            after=lambda: calls.append(f"last {name}"),
+            fill=lambda: (may_end.wait(300), calls.append(f"last {name}")),
             end=lambda failed: calls.append(f"end {name}{' failed' * failed}"),
         )
 

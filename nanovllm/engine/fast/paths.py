@@ -111,7 +111,7 @@ class FastPaths:
                 policy.prefill_seqs,
                 full=flops <= policy.max_full_step_flops,
             )
-            self.prefill = PrefillRunner(paged, padded, policy.prefill_sizes[-1], policy.min_full_share)
+            self.prefill = PrefillRunner(paged, padded, policy.prefill_sizes[-1])
         warm_up = WarmUp(paged, sampler, self.buckets, limits)
         sizes = self.buckets.batch_sizes, self.buckets.shared_sizes, self.buckets.piggybacked_sizes
         prefill = None if self.prefill is None else [tuple(bucket) for bucket in self.prefill.buckets]

@@ -18,6 +18,9 @@ from nanovllm.wording import brief
 
 logger = logging.getLogger(__name__)
 
+_MIN_LAYER_BYTES = 256 * 2**20
+"""Least bytes of a layer's weights for which piggybacking pays for a second kind of attention in each layer."""
+
 
 @dataclass(frozen=True)
 class PiggybackSizes:
@@ -36,8 +39,6 @@ class PiggybackSizes:
     """Sequences whose prompts are piggybacked on one step."""
     min_full_speed_tokens: int = 1024
     """Least tokens of prompts in a step that computes them at full speed: fewer would take nearly as long."""
-    min_layer_bytes: int = 256 * 2**20
-    """Least bytes of a layer's weights for which piggybacking pays for a second kind of attention in each layer."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,6 @@ class FastPolicy:
     """Full steps of prompts are captured if the model's layers compute at most this many FLOPs in one: 30 ms at an
     H100's 600 TFLOP/s. A busy host takes about 40 ms to launch such a step. With 16,384 tokens Qwen3-0.6B computes
     1.44e13 FLOPs, Qwen3-1.7B 4.6e13."""
-    min_full_share: float = 15 / 16
-    """The least share of `max_num_batched_tokens` that a step padded to a full one must have. Below, the padding costs
-    the GPU more time than the host saves."""
     prefill_seqs: tuple[int, ...] = (64, 256)
     """Sequences of a padded step with pieces of prompts. It computes this many rows of logits, also for padding."""
     min_shared_rows: int = 16
@@ -193,7 +191,7 @@ def _piggybacks(policy: FastPolicy, kernels: Kernels, decode_graphs: bool, layer
                 " be captured"
             )
         return False
-    large_layers = layer_bytes >= policy.piggyback.min_layer_bytes
+    large_layers = layer_bytes >= _MIN_LAYER_BYTES
     return bool(wanted) or (decode_graphs and large_layers and not attention_time_follows_bound(kernels))
 
 

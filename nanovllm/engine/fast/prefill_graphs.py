@@ -28,6 +28,10 @@ from nanovllm.engine.paged_model import PagedModel
 
 logger = logging.getLogger(__name__)
 
+_MIN_FULL_SHARE = 15 / 16
+"""The least share of `max_num_batched_tokens` that a step padded to a full one must have. Below, the padding costs the
+GPU more time than the host saves."""
+
 
 def prefill_buckets(
     max_num_batched_tokens: int, max_num_seqs: int, sizes: Sequence[int], num_seqs: Sequence[int], full: bool = False
@@ -53,13 +57,11 @@ class PrefillRunner:
 
     Args:
         largest_usual: buckets of more tokens than this are for full steps.
-        min_full_share: the share of a full step's bucket that a step must fill to be padded to it.
     """
 
-    def __init__(self, paged: PagedModel, buckets: list[RunsBucket], largest_usual: int, min_full_share: float) -> None:
+    def __init__(self, paged: PagedModel, buckets: list[RunsBucket], largest_usual: int) -> None:
         self.buckets = buckets
         self._largest_usual = largest_usual
-        self._min_full_share = min_full_share
         self._paged = paged
         self._runs = PaddedRuns(buckets[-1], paged)
         self._graphs: dict[RunsBucket, Graph] = {}
@@ -121,7 +123,7 @@ class PrefillRunner:
         bucket = next((bucket for bucket in self.buckets[first:] if bucket.num_seqs >= num_seqs), None)
         if bucket is None or bucket.num_tokens <= self._largest_usual:
             return bucket
-        return bucket if num_tokens >= self._min_full_share * bucket.num_tokens else None
+        return bucket if num_tokens >= _MIN_FULL_SHARE * bucket.num_tokens else None
 
     def run_padded(self, bucket: RunsBucket, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [num_seqs, vocab_size] of the static inputs; in the first rows of `logits` if it is given."""

@@ -31,7 +31,7 @@ LENGTHS = [1, 2, 15, 16, 17, 31, 48, 90, 3, 64, 5, 33]
 def test_every_step_has_the_smallest_bucket_with_room(budget, max_num_seqs):
     buckets = prefill_buckets(budget, max_num_seqs, USUAL.prefill_sizes, USUAL.prefill_seqs)
     assert buckets == sorted(set(buckets)) and buckets[-1].num_tokens == min(budget, 4096)
-    runner = PrefillRunner(paged_model(), buckets, USUAL.prefill_sizes[-1], USUAL.min_full_share)
+    runner = PrefillRunner(paged_model(), buckets, USUAL.prefill_sizes[-1])
     for num_tokens in range(1, budget + 1, max(1, budget // 300)):
         for num_seqs in {n for n in (0, 1, 2, 64, 65, 256, 257, max_num_seqs) if n <= min(num_tokens, max_num_seqs)}:
             room = [b for b in buckets if b.num_tokens >= num_tokens and b.num_seqs >= num_seqs]
@@ -45,7 +45,7 @@ def test_full_steps_have_a_bucket_if_asked_for_and_only_they(budget, largest):
     assert buckets[-2:] == [RunsBucket(largest, 64), RunsBucket(largest, 256)]
     usual = prefill_buckets(budget, 512, USUAL.prefill_sizes, USUAL.prefill_seqs)
     assert [bucket for bucket in buckets if bucket.num_tokens <= 4096] == usual
-    runner = PrefillRunner(paged_model(), buckets, USUAL.prefill_sizes[-1], USUAL.min_full_share)
+    runner = PrefillRunner(paged_model(), buckets, USUAL.prefill_sizes[-1])
     for num_tokens in {min(n, budget) for n in (100, 4096, 4097, 4687, 4688, 5000, 15359, 15360, 16000, 16384)}:
         found = runner.fit(num_tokens, 65)
         if num_tokens > 4096:
