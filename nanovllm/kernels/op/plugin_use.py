@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
@@ -30,9 +30,15 @@ def why_plugins_cannot_run(plugins: Collection[str], device: torch.device, decla
 
 
 def warn_if_it_serves_nothing(
-    plugin: str, device: torch.device, use_custom_kernels: bool, chosen: Mapping[str, Provider]
-) -> None:
-    """Warn of a plugin that was named, if no op runs a provider of it, with the reasons."""
+    plugin: str, device: torch.device, use_custom_kernels: bool, chosen: Mapping[str, Provider],
+    named: Mapping[str, Sequence[str]],
+) -> None:  # fmt: skip
+    """Warn of a plugin that was named, if no op runs a provider of it, with the reasons.
+
+    Args:
+        chosen: op -> the provider that runs it.
+        named: op -> the providers that the user named for it.
+    """
     registered = registered_by(plugin)
     if any(chosen[declared.name] is provider for declared, provider in registered):
         return
@@ -45,7 +51,10 @@ def warn_if_it_serves_nothing(
         reasons = []
         against = [provider.support(device) for _, provider in registered]
         for (declared, provider), reason in zip(registered, against):
-            reason = reason or f"{chosen[declared.name].name} was selected"
+            name = chosen[declared.name].name
+            reason = reason or (
+                f"you named `{name}` for it" if name in named[declared.name] else f"{name} was selected"
+            )
             reasons.append(f"{declared.name}, {provider.name}: {reason}")
         what = "has no kernel that can run here" if all(against) else what
     warn(logger, f"kernel plugin {plugin} {what}: {'; '.join(reasons)}")

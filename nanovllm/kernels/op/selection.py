@@ -99,11 +99,12 @@ def resolve_kernels(
                 unused[f"{name} ({usual.name})"] = parts
         fn = _function(declared, provider)
         chosen[name] = provider, decorate(name, provider.name, fn) if decorate else fn
+    named_by_user = {name: wanted_providers(declared, sources)[1] for name, declared in ops.items()}
     for plugin in origins:
-        warn_if_it_serves_nothing(plugin, device, use_custom_kernels, {name: p for name, (p, _) in chosen.items()})
+        providers = {name: provider for name, (provider, _) in chosen.items()}
+        warn_if_it_serves_nothing(plugin, device, use_custom_kernels, providers, named_by_user)
     if unused:
         run_by = {part: chosen[part][0].name for parts in unused.values() for part in parts}
-        named_by_user = {part: wanted_providers(ops[part], sources)[1] for part in run_by}
         text = f"{_chosen_run(run_by, named_by_user)} are not used: {', '.join(unused)}"
         of_engine = who == "kernel_priority"  # who names a few of a transformers model's ops has left out the others
         warn(logger, text) if origins or of_engine else logger.info("%s", text)

@@ -87,7 +87,7 @@ def test_one_that_was_named_and_serves_nothing_says_why(plugin, caplog):
     path = plugin(PROVIDER.format(name="mine"))
     for choice, reason in (
         ({"use_custom_kernels": False}, "use_custom_kernels=False selects the reference of every op"),
-        ({"priority": {"softmax": ["native"]}}, "softmax, mine: native was selected"),
+        ({"priority": {"softmax": ["native"]}}, "softmax, mine: you named `native` for it"),
     ):
         resolve_kernels(CPU, plugins=[path], **choice)
         assert caplog.messages[-1] == f"kernel plugin {path} serves no op: {reason}"
