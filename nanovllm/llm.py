@@ -51,8 +51,10 @@ class LLM:
 
     def __init__(self, model: str | Path, *, use_tqdm_on_load: bool = True, **kwargs: Any) -> None:
         warn_of_misspelt()
+        config = EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs)
+        LLMEngine.check_device(config)  # before anything is said to be loaded
         with LoadingLine(model, disable=not use_tqdm_on_load):
-            self.engine = LLMEngine(EngineConfig(str(model) if isinstance(model, Path) else model, **kwargs))
+            self.engine = LLMEngine(config)
         self._loop = StepLoop(self.engine)
         self._added: dict[int, Request] = {}  # by `add_request`; `step` has not returned them yet
 
@@ -159,10 +161,8 @@ class LLM:
         one_each = isinstance(params, (list, tuple))
         params = list(params) if one_each else [params] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(
-                f"{counted(len(prompts), 'prompt')} but {len(params)} sampling_params; pass one for all, or one for"
-                " each"
-            )
+            counts = f"{counted(len(prompts), 'prompt')} but {len(params)} sampling_params"
+            raise ValueError(f"{counts}; pass one for all, or one for each")
         if use_tqdm and prompts:
             ProgressBar.prepare()
         requests = [
@@ -213,10 +213,8 @@ class LLM:
         _drop("chat", others)
         variables = {} if chat_template_kwargs is None else chat_template_kwargs
         if not isinstance(variables, Mapping):
-            raise TypeError(
-                f"chat_template_kwargs={brief(variables)}: must be a dict, for example"
-                ' {"enable_thinking": False}, or None'
-            )
+            wanted = 'must be a dict, for example {"enable_thinking": False}, or None'
+            raise TypeError(f"chat_template_kwargs={brief(variables)}: {wanted}")
         template = chat_template or getattr(self.engine.tokenizer, "chat_template", None)
         plan = ToolPlan.of(described(tools), tool_choice, str(template or ""), parallel_tool_calls)
         variables = {

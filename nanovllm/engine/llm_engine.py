@@ -20,7 +20,7 @@ from nanovllm.engine.requests.request import Completion, InboxEntry, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_result import PromptLogprobs, StepResult
-from nanovllm.hardware.devices import select_device
+from nanovllm.hardware.devices import check_device, select_device
 from nanovllm.kernels import resolve_kernels
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.constraint import TokenConstraint
@@ -100,6 +100,11 @@ class LLMEngine:
         )
         self.num_lost = 0
         """Requests that were lost by steps that failed."""
+
+    @staticmethod
+    def check_device(config: EngineConfig) -> None:
+        """A ValueError if this machine does not have the configured device. Nothing is loaded."""
+        check_device(config.device)
 
     @property
     def transformers_tokenizer(self) -> Any:

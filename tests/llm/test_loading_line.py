@@ -55,6 +55,13 @@ def test_the_line_is_taken_away_where_loading_fails(directory, open_terminal):
     assert terminal.getvalue().endswith(ERASED) and console.StatusLine.current is None
 
 
+def test_a_device_that_is_not_there_is_refused_before_anything_is_said_to_be_loaded(open_terminal):
+    terminal = open_terminal()
+    with pytest.raises(ValueError, match="device='cuda:77'"):  # nor is the model looked for
+        make("a/model-that-is-nowhere", device="cuda:77")
+    assert terminal.getvalue() == ""
+
+
 @pytest.mark.parametrize("why", ["argument", "no terminal", "the log tells", "silent log", "a line is there"])
 def test_nothing_is_shown_where_it_is_not_wanted(why, directory, monkeypatch, open_terminal):
     terminal, status = open_terminal(), console.StatusLine()
