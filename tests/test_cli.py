@@ -200,7 +200,7 @@ def test_generate_shows_what_there_is_at_ctrl_c_and_ends_as_shells_have_it(promp
 
     monkeypatch.setattr("nanovllm.LLM", Interrupted, raising=False)
     done = run_here("generate", "--model", "it", *prompts, terminal=terminal)
-    shown = re.sub(r"\r\x1b\[2K(Loading it \.\.\.)?", "", done.stderr)
+    shown = re.sub(r"\r\x1b\[2K((Loading it|Computing the first token) \.\.\.)?", "", done.stderr)
     assert (done.returncode, done.stdout, shown) == (130, out, err)
 
 

@@ -292,6 +292,13 @@ def test_bench_says_on_a_terminal_what_it_times():
     assert "timing native" not in run_here("kernels", "bench", *given).stderr
 
 
+def test_bench_says_on_a_terminal_that_it_imports_torch_compile(monkeypatch):
+    monkeypatch.setattr("nanovllm.kernels.testing.compare.compiled", lambda declared: declared.providers["native"])
+    given = ("rms_norm", "--shape", "4x64", "--device", "cpu", "--provider", "native", "--compile")
+    assert "importing torch.compile ..." in run_here("kernels", "bench", *given, terminal=True).stderr
+    assert "importing torch.compile" not in run_here("kernels", "bench", *given[:-1], terminal=True).stderr
+
+
 @pytest.mark.parametrize(
     "line, said",
     [

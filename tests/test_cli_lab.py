@@ -7,10 +7,12 @@ import pytest
 from typer.testing import CliRunner
 
 from nanovllm.cli.lab import LESSONS, app
+from nanovllm.console import StatusLine
 from nanovllm.hardware.measured_rates import Rates
 from nanovllm.lab import mlp_sweeps
 from nanovllm.lab import way_timing as timing
 from nanovllm.lab.lesson import NAMES, lesson
+from tests.commands import run_here
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +158,16 @@ def test_mlp(tmp_path):
 def test_bad_input_is_a_valueerror_that_names_it(args, said):
     done = lab(*args)
     assert isinstance(done.exception, ValueError) and said in str(done.exception)
+
+
+def test_a_terminal_shows_what_a_lesson_does_and_then_nothing_of_it():
+    done = run_here("lab", "gelu", "--way", "torch", "--sizes", "16", "--device", "cpu", terminal=True)
+    assert done.returncode == 0 and "\r\x1b[2Ktiming torch at 16 ..." in done.stderr
+    assert done.stderr.endswith("\r\x1b[2K") and StatusLine.current is None
+
+
+def test_where_a_lesson_fails_its_line_is_taken_away(monkeypatch):
+    monkeypatch.setattr("nanovllm.lab.lesson_run.limits", lambda *args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        run_here("lab", "gelu", "--way", "torch", "--sizes", "16", "--device", "cpu", terminal=True)
+    assert StatusLine.current is None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from nanovllm.cli.awaited_answer import awaited
 from nanovllm.cli.command_group import CommandGroup, errors_of_usage_folded
 from nanovllm.cli.foreign_options import EngineCommand
 from nanovllm.cli.number_options import MaxModelLen
@@ -261,7 +262,7 @@ def chat(
         messages.append({"role": "user", "content": question})
         answer = ""
         try:
-            for piece in llm.stream(llm.chat_prompt(messages), params):
+            for piece in awaited(llm.stream(llm.chat_prompt(messages), params)):
                 print(piece, end="", flush=True)
                 answer += piece
             print()
@@ -313,7 +314,7 @@ def generate(
             print(f"{between}> {output.prompt}\n{output['text']}{end}")
         empty = not all(output["text"] for output in outputs)
     else:
-        pieces = llm.stream(prompts[0], params)  # first: a prompt that is refused has no heading
+        pieces = awaited(llm.stream(prompts[0], params))  # first: a prompt that is refused has no heading
         if terminal:  # else standard output has the completion alone
             print(f"\n> {prompts[0]}")
         try:

@@ -79,7 +79,9 @@ def bench(
                 continue
             shapes = None if timed.shape is None else [common.shape_of(declared, s) for s in timed.shape]
             candidates = [p for name, p in declared.providers.items() if not timed.provider or name in timed.provider]
-            candidates += [compiled(declared)] if timed.compile else []
+            if timed.compile:
+                with working("importing torch.compile ...", timed=True):  # seconds, for the first op
+                    candidates.append(compiled(declared))
             _measure(declared, candidates, common.dtype_of(timed.dtype), shapes, where, results, table, progress)
     except KeyboardInterrupt:
         # The table would lack ops, or providers that were not reached.

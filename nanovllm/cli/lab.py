@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,10 +66,9 @@ def _command(name: str) -> Callable[..., None]:
         chosen = lesson(name)
         _check_plot(plot)
         _check_folder("--ptx", ptx)
-        status = StatusLine()
         where, dims = select_device(device), _numbers("--sizes", sizes)
-        result = run(chosen, where, _dtype(dtype), dims, way, gpu, seed, refresh, status.show)
-        status.clear()
+        with _telling() as tell:
+            result = run(chosen, where, _dtype(dtype), dims, way, gpu, seed, refresh, tell)
         if not write_json(json_file, result.as_dict()):
             show(result)
         if ptx is not None:
@@ -130,16 +130,25 @@ def mlp(
     _check_plot(plot)
     where = select_device(device)
     base = Shape.default(where, **vars(training))
-    status = StatusLine()
     chosen = _numbers("--factors", factors) or ()
-    result = run_sweeps(base, where, _dtype(dtype), sweep, chosen, profile, seed, status.show)
-    status.clear()
+    with _telling() as tell:
+        result = run_sweeps(base, where, _dtype(dtype), sweep, chosen, profile, seed, tell)
     if not write_json(json_file, result.as_dict()):
         show(result)
     if plot is not None and result.points:
         draw(result, plot)
         print(f"wrote {plot}")
     _leave_if_interrupted(result.interrupted)
+
+
+@contextmanager
+def _telling() -> Iterator[Callable[[str], None]]:
+    """What shows, in a status line with its seconds, what a lesson does."""
+    status = StatusLine()
+    try:
+        yield lambda text: status.show(f"{text} ...", timed=True)
+    finally:
+        status.clear()
 
 
 def _leave_if_interrupted(interrupted: bool) -> None:
