@@ -10,6 +10,11 @@ from nanovllm.engine.requests.request import Request
 from nanovllm.frontend.step_loop import Waiter
 
 
+def per_second(rate: float) -> str:
+    """A rate as the bar shows it. Below 10 it has a decimal, else an interpreted kernel shows 0."""
+    return f"{rate:.1f}" if rate < 9.95 else f"{rate:.0f}"
+
+
 class ProgressBar:
     """A progress bar over requests, with prompt and output tokens a second; in a notebook, a line of text.
 
@@ -77,7 +82,7 @@ class ProgressBar:
         self._next_update = elapsed + 0.1
         prompt = sum(len(r.prompt_token_ids) for r in self._requests if r.first_token_time is not None)
         output = sum(r.num_output_tokens for r in self._requests)
-        rate = f"prompt {prompt / elapsed:.0f} tok/s, output {output / elapsed:.0f} tok/s"
+        rate = f"prompt {per_second(prompt / elapsed)} tok/s, output {per_second(output / elapsed)} tok/s"
         self._bar.update(self._task, completed=num_finished, rate=rate)
         if self._in_cell:
             self._in_cell.refresh()

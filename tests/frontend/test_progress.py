@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nanovllm.frontend.progress import ProgressBar
+from nanovllm.frontend.progress import ProgressBar, per_second
 
 
 class Terminal(io.StringIO):
@@ -28,3 +28,8 @@ def test_there_is_room_for_what_a_terminal_shows_of_ctrl_c(monkeypatch):
         raise KeyboardInterrupt
     lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", shown.getvalue()).split("\r")
     assert max(len(line.rstrip("\n")) for line in lines) == 78
+
+
+@pytest.mark.parametrize("rate, shown", [(0.42, "0.4"), (9.94, "9.9"), (9.96, "10"), (289.4, "289")])
+def test_a_slow_rate_is_not_shown_as_zero(rate, shown):
+    assert per_second(rate) == shown

@@ -183,5 +183,5 @@ def test_the_progress_bar_in_a_notebook_is_one_output_without_escape_codes(llm, 
     shown = outputs_of_cell(monkeypatch)
     llm.generate(PROMPTS, SamplingParams(max_tokens=4, ignore_eos=True))
     (states,) = shown
-    assert "0/3" in states[0] and re.search(r"3/3 .* prompt \d+ tok/s, output \d+ tok/s$", states[-1])
+    assert "0/3" in states[0] and re.search(r"3/3 .* prompt [\d.]+ tok/s, output [\d.]+ tok/s$", states[-1])
     assert capsys.readouterr() == ("", "") and not recwarn.list and not any("\x1b" in s or "\n" in s for s in states)
