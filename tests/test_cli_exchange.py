@@ -1,8 +1,6 @@
 """`nanovllm kernels export` and `import` as a user runs them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -12,9 +10,9 @@ from tests.adapters.flashinfer_bench.documents import RIGHT, WRONG, solution
 from tests.adapters.flashinfer_bench.test_importing import write
 
 
-def command(*arguments):
-    program = [sys.executable, "-m", "nanovllm", "kernels", *map(str, arguments)]
-    return subprocess.run(program, capture_output=True, text=True)
+@pytest.fixture
+def command(warm_python):
+    return lambda *arguments: warm_python.run("-m", "nanovllm", "kernels", *map(str, arguments))
 
 
 def test_export_prints_the_files(tmp_path):
@@ -43,7 +41,7 @@ def test_wrong_arguments(arguments, said, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_import_verifies_and_times(tmp_path):
+def test_import_verifies_and_times(tmp_path, command):
     write(tmp_path, [solution("right", RIGHT)])
     done = command("import", tmp_path, "--seed", 1, "--save", tmp_path / "plugin.py")
     assert done.returncode == 0, done.stderr
@@ -51,7 +49,7 @@ def test_import_verifies_and_times(tmp_path):
 
 
 @pytest.mark.slow
-def test_import_of_what_is_wrong_crashes_or_hangs(tmp_path):
+def test_import_of_what_is_wrong_crashes_or_hangs(tmp_path, command):
     crashing, hanging = "import os\nos._exit(7)\n", "def run(x, y, factor):\n    while True: pass\n"
     codes = {"wrong": WRONG, "crashing": crashing, "hanging": hanging}
     write(tmp_path, [solution(name, code) for name, code in codes.items()])
@@ -63,7 +61,7 @@ def test_import_of_what_is_wrong_crashes_or_hangs(tmp_path):
 
 
 @pytest.mark.slow
-def test_import_of_what_ends_the_benchmark(tmp_path):
+def test_import_of_what_ends_the_benchmark(tmp_path, command):
     """It is right in the five calls that are compared."""
     code = "import os\n\nn = []\n\n\ndef run(x, y, factor):\n    n.append(0)\n    len(n) > 5 and os._exit(7)\n"
     write(tmp_path, [solution("ends", f"{code}    return x * factor + y\n")])

@@ -2,8 +2,6 @@
 
 import os
 import random
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -187,11 +185,10 @@ print("right")
 
 
 @pytest.mark.slow
-def test_launches_compute_what_they_should():
+def test_launches_compute_what_they_should(warm_python):
     """In Triton's interpreter, which must be chosen before Triton is imported."""
     pytest.importorskip("triton")
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", LAUNCHES], capture_output=True, text=True, timeout=900, env=env)
+    done = warm_python.run("-c", LAUNCHES, timeout=900, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]
 
 

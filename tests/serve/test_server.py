@@ -110,7 +110,7 @@ def test_the_end_is_clean_under_load(model_path, number, engine_in, pauses):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_server_runs_ends_it_without_a_word(model_path, number):
+def test_a_signal_before_the_server_runs_ends_it_without_a_word(model_path, number, warm_python):
     """The line that says the server is ready is printed only if the server takes requests."""
     program = f"""
 import os, signal
@@ -131,7 +131,7 @@ engine = AsyncLLM(client=ThreadClient(EngineConfig({str(model_path)!r}, **SIZES)
 server = Early(engine, ServeOptions(), on_ready=lambda: print("ready"))
 run(server, Listener(port=0).open())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG)
+    done = warm_python.run("-c", program, timeout=LONG)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

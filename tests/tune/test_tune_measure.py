@@ -1,8 +1,6 @@
 """Timing and checking a plan: what an error means, which shapes are checked, a whole run in the interpreter."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,10 +24,9 @@ def test_why_a_plan_cannot_run():
     assert reason_of(RuntimeError("CUDA error: an illegal memory access was encountered")) is None
 
 
-def test_in_the_interpreter(tmp_path):
+def test_in_the_interpreter(tmp_path, warm_python):
     """The real measure and verify, with a clock of the host in place of CUDA graphs; wrong plans are found."""
-    command = [sys.executable, "-W", "ignore", "-c", _INTERPRETED, str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = warm_python.run("-c", _INTERPRETED, str(tmp_path), env={**os.environ, "TRITON_INTERPRET": "1"})
     assert done.returncode == 0 and done.stdout.strip().endswith("done"), done.stdout + done.stderr
 
 

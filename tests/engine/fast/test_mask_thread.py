@@ -1,8 +1,5 @@
 """Masks that a thread makes while the host reads the step before; `test_mask_gate.py` has the device wait for them."""
 
-import subprocess
-import sys
-
 import pytest
 
 from nanovllm import SamplingParams
@@ -152,7 +149,7 @@ atexit.register(lambda: print(llm.generate("x", params, use_tqdm=False)[0].outpu
 """
 
 
-def test_a_program_that_ends_still_fills_masks(directory):
+def test_a_program_that_ends_still_fills_masks(directory, warm_python):
     """Python's threads take no work any more when the functions of atexit run, nor while a last step does."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(directory)], capture_output=True, text=True)
+    done = warm_python.run("-c", PROGRAM, str(directory))
     assert done.stdout == "yes, yes\n", done.stderr

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -140,7 +139,7 @@ except FileNotFoundError:
 """
 
 
-def test_without_a_compiler_the_prebuilt_library_is_taken(directory, tmp_path):
+def test_without_a_compiler_the_prebuilt_library_is_taken(directory, tmp_path, warm_python):
     if (reason := cpu_support(CPU)) is not None:
         pytest.skip(reason)
     features = build.cpu_features().split()
@@ -151,9 +150,7 @@ def test_without_a_compiler_the_prebuilt_library_is_taken(directory, tmp_path):
     library = add(directory, runs[0].name, build.library_path().read_bytes())
     environment = {k: v for k, v in os.environ.items() if k not in ("CXX", "NANOVLLM_CPU_ARCH")}
     environment |= {"PATH": "", "NANOVLLM_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run(
-        [sys.executable, "-c", PRODUCT, str(tmp_path)], env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    done = warm_python.run("-c", PRODUCT, str(tmp_path), env=environment)
     assert (done.returncode, done.stdout) == (0, f"took {library}\n"), done.stderr[-3000:]
     assert not (tmp_path / "cache").exists()
 
