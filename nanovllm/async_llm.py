@@ -72,7 +72,7 @@ class AsyncLLM:
         self.tokenizer: Any = None if info.tokenizer_path is None else load_tokenizer(info.tokenizer_path)
         self.maker = RequestMaker(
             self.tokenizer, info.vocab_size, info.max_model_len, info.max_logprobs, info.seed, first_id=info.first_key,
-            sampling_defaults=info.sampling_defaults,
+            sampling_defaults=info.sampling_defaults, remedy=info.remedy,
         )  # fmt: skip
         self._streams: dict[int, OutputStream] = {}
         self._keys: dict[str, int] = {}

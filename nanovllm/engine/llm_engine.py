@@ -88,7 +88,7 @@ class LLMEngine:
         self.maker = RequestMaker(
             self.tokenizer, self.model_config.vocab_size, self.runner.max_model_len, config.max_logprobs, config.seed,
             ConstraintMaker(self.tokenizer, self.model_config.vocab_size, self.eos_token_ids),
-            sampling_defaults=self.sampling_defaults.values,
+            sampling_defaults=self.sampling_defaults.values, remedy=self.runner.limits.remedy,
         )  # fmt: skip
         self._in_flight: deque[StepResult] = deque()
         self._completions: dict[Sequence, tuple[Request, Completion]] = {}

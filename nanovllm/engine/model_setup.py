@@ -18,6 +18,7 @@ from nanovllm.engine import kv_cache
 from nanovllm.engine.batch import DeviceBatch
 from nanovllm.engine.logprobs import PROMPT_LOGPROBS_ROWS, compute_logprobs
 from nanovllm.engine.paged_model import PagedModel
+from nanovllm.engine.requests.prompts import RAISE_MAX_MODEL_LEN
 from nanovllm.engine.sampler import Sampler, SamplingMetadata, SamplingRow
 from nanovllm.kernels import Kernels
 from nanovllm.model_config import ModelConfig
@@ -107,6 +108,17 @@ class StepLimits:
     """The longest sequence of the model."""
     block_size: int
     cache_dtype: torch.dtype
+    is_cut_by_cache: bool = False
+    """Whether the KV cache's size has lowered `max_model_len`."""
+
+    @property
+    def remedy(self) -> str:
+        """What to do with a prompt that is too long. A larger `max_model_len` helps only if nothing else bounds it."""
+        if self.max_model_len >= self.model_len:
+            return "shorten the prompt: the model has no longer context"
+        if self.is_cut_by_cache:
+            return "shorten the prompt or give the KV cache more memory, which limits max_model_len"
+        return RAISE_MAX_MODEL_LEN
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> StepLimits:
@@ -160,14 +172,15 @@ def within_blocks(limits: StepLimits, num_blocks: int) -> StepLimits:
     """These limits with a KV cache of `num_blocks` blocks."""
     longest = num_blocks * limits.block_size
     if not limits.is_auto:
-        return replace(limits, max_model_len=_bounded_len(limits.max_model_len, longest, "the KV cache's size"))
+        bounded = _bounded_len(limits.max_model_len, longest, "the KV cache's size")
+        return replace(limits, max_model_len=bounded, is_cut_by_cache=bounded < limits.max_model_len)
     bounded = min(longest, limits.max_model_len)
     why = "the model's limit"
     if bounded < limits.model_len:
         by = "the KV cache's size" if bounded == longest else "the original training's"
         why = f"{by}; the model's limit is {limits.model_len}"
     logger.info("max_model_len is %d, %s", bounded, why)
-    return replace(limits, max_model_len=bounded)
+    return replace(limits, max_model_len=bounded, is_cut_by_cache=bounded == longest)
 
 
 def _bounded_len(wanted: int, limit: int, what: str) -> int:

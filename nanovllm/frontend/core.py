@@ -96,7 +96,7 @@ class EngineCore:
             engine.runner.max_model_len, config.max_num_seqs, config.max_logprobs, engine.runner.num_kvcache_blocks,
             config.kvcache_block_size, engine.runner.device_name, config.seed, engine.runner.limits.model_len,
             engine.runner.cache_size.num_bytes, engine.runner.cache_size.num_devices,
-            engine.sampling_defaults.values, str(engine.sampling_defaults),
+            engine.sampling_defaults.values, str(engine.sampling_defaults), remedy=engine.runner.limits.remedy,
         )  # fmt: skip
 
     def start(self, message: StartRequest) -> None:

@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from nanovllm.engine.cache_size import CacheSize
+from nanovllm.engine.requests.prompts import RAISE_MAX_MODEL_LEN
 from nanovllm.sampling_params import MAX_N, SamplingParams
 
 KEYS_PER_FRONT_END = 1 << 36
@@ -137,6 +138,8 @@ class EngineInfo(NamedTuple):
     """These defaults in words, and where they are from; empty if there are none."""
     first_key: int = 0
     """Of this front end's requests."""
+    remedy: str = RAISE_MAX_MODEL_LEN
+    """What to do with a prompt that is too long."""
 
     @property
     def cache_size(self) -> CacheSize:

@@ -45,6 +45,7 @@ class SimulatedRunner:
 
     def __init__(self, num_blocks, budget, max_model_len, piggyback=None):
         self.num_kvcache_blocks, self.max_num_batched_tokens, self.max_model_len = num_blocks, budget, max_model_len
+        self.limits = SimpleNamespace(remedy="shorten the prompt")
         self.fast = SimpleNamespace(piggyback=piggyback, reserve_tokens_ahead=32)
         self.simulated = Device(BLOCK)
         self.launched = []

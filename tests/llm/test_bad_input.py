@@ -51,6 +51,24 @@ def test_a_bad_prompt_is_refused_and_nothing_was_started(llm, prompt, error, wor
         assert all(word in str(caught.value) for word in words)
 
 
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"max_model_len": 512, "num_kvcache_blocks": 40}, "max_model_len=512 allows 511 and one of output; shorten the"
+         " prompt: the model has no longer context"),
+        ({"max_model_len": 128, "num_kvcache_blocks": 4}, "max_model_len=64 allows 63 and one of output; shorten the"
+         " prompt or give the KV cache more memory, which limits max_model_len"),
+        ({"max_model_len": "auto", "num_kvcache_blocks": 4}, "the KV cache more memory, which limits max_model_len"),
+        ({"max_model_len": 64, "num_kvcache_blocks": 4}, "; shorten the prompt or raise max_model_len"),
+    ],
+    ids=["the model's limit", "lowered by the cache", "what the cache holds", "as asked"],
+)  # fmt: skip
+def test_what_to_do_with_a_prompt_that_is_too_long(directory, arguments, said):
+    with make(directory, **arguments) as llm, pytest.raises(ValueError) as caught:
+        llm.generate([[1] * 600], use_tqdm=False)
+    assert str(caught.value).endswith(said)
+
+
 def test_numbers_beyond_what_the_device_counts_with(llm):
     """No request ends another's step: these are as good as no limit."""
     params = [SamplingParams(temperature=0, max_tokens=3), SamplingParams(temperature=0, top_k=2**63, max_tokens=3),

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanovllm.engine.logit_rules import LogitRules, bad_word_token_ids
 from nanovllm.engine.requests.detokenizer import TextDecoder
-from nanovllm.engine.requests.prompts import CheckedPrompt, PromptReader
+from nanovllm.engine.requests.prompts import RAISE_MAX_MODEL_LEN, CheckedPrompt, PromptReader
 from nanovllm.engine.requests.request import Request
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured.constraint_maker import ConstraintMaker
@@ -33,6 +33,7 @@ class RequestMaker:
             are computed.
         first_id: the first request's id.
         sampling_defaults: what differs from the defaults of `SamplingParams` for requests that bring none.
+        remedy: what to do with a prompt that is too long.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class RequestMaker:
         constraints: ConstraintMaker | None = None,
         first_id: int = 0,
         sampling_defaults: Mapping[str, Any] = MappingProxyType({}),
+        remedy: str = RAISE_MAX_MODEL_LEN,
     ) -> None:
         self.default_params = SamplingParams(**sampling_defaults)
-        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len)
+        self.prompts = PromptReader(tokenizer, vocab_size, max_model_len, remedy)
         self.decoder = None if tokenizer is None else TextDecoder(tokenizer)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size

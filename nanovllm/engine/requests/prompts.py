@@ -28,6 +28,10 @@ class CheckedPrompt(NamedTuple):
     cache_salt: str | None
 
 
+RAISE_MAX_MODEL_LEN = "shorten the prompt or raise max_model_len"
+"""What to do with a prompt that is too long, if `max_model_len` is all that limits it."""
+
+
 class PromptReader:
     """Turns prompts to token ids. A prompt that cannot be served is refused before it costs time or memory.
 
@@ -35,12 +39,14 @@ class PromptReader:
         tokenizer: a transformers tokenizer, or None for an engine that serves token ids only.
         vocab_size: the number of token ids of the model.
         max_model_len: most tokens of a prompt and its output. An output has at least one token.
+        remedy: what to do with a prompt that is too long.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int, remedy: str = RAISE_MAX_MODEL_LEN) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
+        self._remedy = remedy
 
     def read(self, prompt: Any, name: str) -> CheckedPrompt:
         """A prompt's text and token ids. name: what the user calls the prompt.
@@ -106,7 +112,7 @@ class PromptReader:
                 raise ValueError(
                     f"the prompt has {counted(len(text), 'character')}, but max_model_len={self._max_model_len} allows"
                     f" {counted(fits, 'token')} and one of output, and a token has at most"
-                    f" {counted(self._most_characters.number, 'character')}; shorten the prompt or raise max_model_len"
+                    f" {counted(self._most_characters.number, 'character')}; {self._remedy}"
                 )
 
     @cached_property
@@ -120,7 +126,7 @@ class PromptReader:
         if length >= limit:
             raise ValueError(
                 f"the prompt has {counted(length, 'token')}, but max_model_len={limit} allows {limit - 1} and one of"
-                " output; shorten the prompt or raise max_model_len"
+                f" output; {self._remedy}"
             )
 
     def _token_ids(self, prompt: Any, name: str) -> list[int]:
