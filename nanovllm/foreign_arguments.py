@@ -168,7 +168,8 @@ ENGINE_ARGUMENTS = table(
     ("prompts are tokenised in the thread of the caller", None, "tokenizer_pool_size tokenizer_pool_type"
      " tokenizer_pool_extra_config renderer_num_workers"),
     ("the model and its tokenizer are at one place; download the revision, and pass its directory",
-     (None, "main"), "revision tokenizer_revision code_revision"),
+     (None, "main"), "revision tokenizer_revision"),
+    ("code of a checkpoint is never run", None, "code_revision"),
     ("the chat template is the tokenizer's; pass another one to LLM.chat", (None,), "chat_template chat_format"),
     ("all layers are on one device; use device", (None, -1), "n_gpu_layers main_gpu tensor_split"),
     ("set the environment variable NANOVLLM_CPU_THREADS to the number of threads", (None,), "n_threads"),
@@ -203,7 +204,7 @@ ENGINE_ARGUMENTS = table(
     ("kernels are tuned by `nanovllm tune`, not at the start", None, "enable_flashinfer_autotune"),
     ("no layer reads the cache of another layer", None, "kv_sharing_fast_prefill"),
     ("the KV cache is sized by gpu_memory_utilization or num_kvcache_blocks", (None,), "kv_cache_memory_bytes"
-     " max_memory mem_fraction_static"),
+     " kv_cache_memory max_memory mem_fraction_static"),
     ("an option of another engine, without a counterpart here; leave it out", _OFF, "additional_config model_impl"
      " async_engine enable_dbo observability_config otlp_traces_endpoint model_loader_extra_config"
      " enable_cumem_allocator tokens_only allow_deprecated_quantization enable_trace_replay external_parameters"
@@ -250,7 +251,7 @@ SAMPLING_ARGUMENTS = table(
     ("a prompt is not padded; leave it out", _RENAMED, "pad_token_id"),
     ("beam search is not supported; use n for several completions", _ONE, "use_beam_search num_beams beam_width"
      " length_penalty early_stopping num_beam_groups diversity_penalty"),
-    ("use n, and choose the best by cumulative_logprob", _ONE, "best_of"),
+    ("use n and logprobs=0, and choose the best by cumulative_logprob", _ONE, "best_of"),
     ("use structured_outputs, for example structured_outputs={\"json\": schema}", _OFF, "guided_decoding guided_json"
      " guided_regex guided_choice guided_grammar regex json_schema ebnf grammar"),
     ("use structured_outputs=StructuredOutputs.of_response_format(...)", _OFF, "response_format"),

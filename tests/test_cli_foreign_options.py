@@ -33,7 +33,7 @@ def parsed(line: str) -> dict:
         ("--no-enable-lora MODEL", {"positional": "MODEL"}, "--no-enable-lora has no effect: LoRA is not supported"),
         ("--enable-auto-tool-choice --tool-call-parser hermes MODEL", {"positional": "MODEL"}, "by the chat template"),
         ("--reasoning-parser qwen3", {}, "--reasoning-parser has no effect: reasoning is found by the chat template"),
-        ("--exclude-tools-when-tool-choice-none MODEL", {"positional": "MODEL"}, "has no effect: tool calls"),
+        ("--exclude-tools-when-tool-choice-none MODEL", {"positional": "MODEL"}, "the tools"),
         ("--aggregate-engine-logging MODEL", {"positional": "MODEL"}, "has no effect: there is one line of statistics"),
         ("--stream-interval 10 MODEL", {"positional": "MODEL"}, "has no effect: the engine handles each token as it"),
         (
@@ -75,6 +75,8 @@ def parsed(line: str) -> dict:
         ("--enable-tokenizer-info-endpoint MODEL", {"positional": "MODEL"}, "has no effect: there are no such routes"),
         ("--trust-request-chat-template MODEL", {"positional": "MODEL"}, "a request cannot contain a chat template"),
         ("--structured-outputs-config.backend xgrammar", {}, "--structured-outputs-config.backend has no effect: out"),
+        ("--code-revision x MODEL", {"positional": "MODEL"}, "has no effect: code of a checkpoint is never run"),
+        ("--runner generate", {}, "--runner has no effect: the engine generates text\n"),
         ("--dcp 1 --ep 1", {}, "--decode-context-parallel-size has no effect"),
         ("MODEL --backend pytorch", {"positional": "MODEL"}, "--backend has no effect: there is one engine"),
     ],
@@ -115,6 +117,9 @@ def test_options_without_effect_are_taken_with_a_line(line, given, said, capsys)
         ),
         ("--rope-scaling {}1", "--rope-scaling: use --hf-overrides '{...}'"),
         ("--no-use-cudagraph", "--no-use-cudagraph: CUDA graphs are captured on a GPU; use --enforce-eager for none"),
+        ("--disable-frontend-multiprocessing", "--disable-frontend-multiprocessing: use --in-process"),
+        ("--grpc MODEL", "--grpc: there is no interface for gRPC"),
+        ("--kv-cache-memory 1G", "--kv-cache-memory: the KV cache is sized by --gpu-memory-utilization or"),
         ("--shutdown-timeout 30", "--shutdown-timeout: use --drain"),
         ("--distributed-timeout-seconds 9", "--distributed-timeout-seconds: use --rank-timeout"),
         ("--h11-max-header-count 200", "--h11-max-header-count: a request may have 128 headers of 64 KiB together"),
@@ -202,6 +207,7 @@ def test_options_of_other_programs_say_what_to_type(line, said):
         ("run model.gguf", "No such command 'run'; use nanovllm chat --model MODEL"),
         ("pull model", "No such command 'pull'; --model takes a directory"),
         ("bench latency --model x", "No such command 'bench latency'; use python bench.py in a clone"),
+        ("collect-env", "No such command 'collect-env'; docs/faq.md has a command"),
     ],
 )
 def test_commands_of_other_programs_say_what_to_type(line, said):

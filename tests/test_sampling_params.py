@@ -123,7 +123,7 @@ def test_lists_and_biases_have_limits(arguments, words):
         (dict(max_new_tokens=5), "max_new_tokens=5: use max_tokens"),
         (dict(do_sample=False), "do_sample=False: use temperature=0 for do_sample=False"),
         (dict(use_beam_search=True), "use_beam_search=True: beam search is not supported; use n"),
-        (dict(best_of=4), "best_of=4: use n, and choose the best by cumulative_logprob"),
+        (dict(best_of=4), "best_of=4: use n and logprobs=0, and choose the best by cumulative_logprob"),
         (dict(guided_decoding={"json": {}}), "guided_decoding={'json': {}}: use structured_outputs"),
         (dict(logits_processors=[print]), "logits_processors=[<built-in function print>]: logits cannot be changed by"),
         (dict(extra_args={"a": 1}), "extra_args={'a': 1}: these are for plugins of another engine; leave it out"),

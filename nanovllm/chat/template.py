@@ -82,7 +82,11 @@ def chat_text(tokenizer: Any, name: str, messages: Sequence[Message], variables:
     """
     given = {key: value for key, value in variables.items() if value is not None}
     given.setdefault("add_generation_prompt", not given.get("continue_final_message"))
-    if tokenizer is None or not (tokenizer.chat_template or given.get("chat_template")):
+    if tokenizer is None:
+        raise ValueError(
+            "this engine has no tokenizer, so it has no chat template: pass token ids to generate, or tokenizer= to LLM"
+        )
+    if not (tokenizer.chat_template or given.get("chat_template")):
         raise ValueError("this model has no chat template; use generate with a plain prompt, or pass chat_template")
     if given["add_generation_prompt"] and given.get("continue_final_message"):
         raise ValueError(

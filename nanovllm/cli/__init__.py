@@ -74,6 +74,7 @@ _OTHERS = {
         ("use python bench.py in a clone, or nanovllm bench serve URL",
          ("bench latency", "bench throughput", "bench startup", "bench sweep")),
         ("embeddings are not supported", ("embed", "embedding")),
+        ("docs/faq.md has a command under How do I report a bug", ("collect-env",)),
     )
     for name in names
 }  # fmt: skip

@@ -52,8 +52,8 @@ _SHORT = {
 """Short options of vLLM, SGLang and llama.cpp."""
 
 SERVER_ARGUMENTS = table(
-    ("tool calls are found by the chat template", None, "enable_auto_tool_choice tool_call_parser tool_parser_plugin"
-     " exclude_tools_when_tool_choice_none"),
+    ("tool calls are found by the chat template", None, "enable_auto_tool_choice tool_call_parser tool_parser_plugin"),
+    ('with tool_choice "none" a chat template never sees the tools', None, "exclude_tools_when_tool_choice_none"),
     ("reasoning is found by the chat template", None, "enable_reasoning reasoning_parser"),
     ("requests are not logged unless access_log is given", None, "disable_log_requests enable_log_requests"
      " disable_uvicorn_access_log disable_access_log_for_endpoints"),
@@ -89,6 +89,8 @@ SERVER_ARGUMENTS = table(
     ("it listens at host and port; put a proxy before it", (), "uds"),
     ("the engine's process is started by this command; use api_servers for more processes", (), "headless"),
     ("use api_servers", (), "api_server_count"),
+    ("use in_process", (), "disable_frontend_multiprocessing"),
+    ("there is no interface for gRPC; use those for HTTP", (), "grpc"),
     ("use cors_origin", (), "allowed_origins"),
     ("use otlp_endpoint", (), "otlp_traces_endpoint"),
     # Options of TensorRT-LLM.
@@ -155,7 +157,7 @@ _FLAGS = frozenset(
     " guided_decoding_disable_fallback guided_decoding_disable_any_whitespace kv_sharing_fast_prefill"
     " allow_deprecated_quantization tokens_only async_engine data_parallel_hybrid_lb data_parallel_external_lb"
     " data_parallel_multi_port_external_lb mlock mmap jinja cont_batching return_tokens_as_token_ids headless metrics"
-    " slots props webui verbose embedding embeddings rerank reranking allow_credentials save_result save_detailed"
+    " slots props webui grpc verbose embedding embeddings rerank reranking allow_credentials save_result save_detailed"
     " async_scheduling ignore_eos trust_request_chat_template skip_tokenizer_init".split()
 )
 _FIELD = "the field {} of each request"
@@ -253,7 +255,8 @@ class EngineCommand(TyperCommand):
             elif not argument.is_harmless(_parsed(value) if value else not off):
                 refused.append(f"{given}: {_as_options(argument.answer, known)}")
             else:
-                say(f"{given} has no effect: {_as_options(argument.answer, known)}", sys.stderr)
+                why = argument.answer.partition("; leave it out")[0]  # a value without effect may stay
+                say(f"{given} has no effect: {_as_options(why, known)}", sys.stderr)
 
     def get_help(self, ctx: Any) -> str:
         """The help text. Of an argument that may be repeated it has the type of one value: PROMPT... <str>."""

@@ -153,4 +153,5 @@ def _is_utf8(text: bytes) -> bool:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {max_bytes} bytes; send a shorter prompt")
+    most = f"{max_bytes / 2**20:g} MiB"
+    return ApiError(413, f"the body is larger than {most}; send a shorter prompt, or raise the server's --max-body-mib")

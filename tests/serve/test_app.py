@@ -276,6 +276,7 @@ def test_hostile_bodies(guarded, body, headers, status):
     assert answer.status_code == status, answer.text
     said = answer.json()["error"]["message"]
     assert "Traceback" not in said and "/nanovllm/" not in said
+    assert status != 413 or "MiB" in said and "raise the server's --max-body-mib" in said
 
 
 def raw(port, data):
