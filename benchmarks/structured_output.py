@@ -295,6 +295,8 @@ def main() -> None:
         return print_host(args)
     if args.tokens < _FEWEST_STEPS:
         parser.error(f"--tokens {args.tokens}: the steady rate needs at least {_FEWEST_STEPS}")
+    if args.tiktoken is not None and not args.tiktoken.is_file():
+        parser.error(f"--tiktoken {args.tiktoken}: there is no such file; qwen.tiktoken is in dashscope/resources")
     with tempfile.TemporaryDirectory() as folder:
         if args.tiktoken is None:
             tokenizer = str(demo_model_path())

@@ -231,6 +231,8 @@ def main() -> int:
     parser.add_argument("--model", help="by default the embedded SmolLM2")
     parser.add_argument("--longest", type=int, default=RemoteOpenAIServer.longest, help="the most tokens of a sequence")
     args, pytest_args = parser.parse_known_args()
+    if not (args.checkout / "tests").is_dir():
+        parser.error(f"{args.checkout}: holds no tests; pass a checkout of vLLM")
     import pytest
 
     from nanovllm.weights.demo_model import demo_model_path

@@ -122,6 +122,14 @@ def test_too_few_tokens_for_a_steady_rate(monkeypatch, capsys, tokens, said):
     assert said in " ".join(capsys.readouterr().err.split()) and len(made) == (tokens > 10)
 
 
+def test_a_vocabulary_that_is_not_there(monkeypatch, capsys, tmp_path):
+    path = tmp_path / "qwen.tiktoken"
+    monkeypatch.setattr(sys, "argv", ["structured_output", "--tiktoken", str(path)])
+    with pytest.raises(SystemExit):
+        structured_output.main()
+    assert f"--tiktoken {path}: there is no such file" in " ".join(capsys.readouterr().err.split())
+
+
 def test_what_both_rates_lose(capsys):
     print_rates({0: [RoundRates(100, 200), RoundRates(50, 400), RoundRates(80, 300)], 20: [RoundRates(72, 285)] * 3}, 8)
     said = [line.split() for line in capsys.readouterr().out.splitlines()]

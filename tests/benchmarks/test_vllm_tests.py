@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason='pip install "nanovllm[serve]"')
 
-from benchmarks.serving.vllm_tests import RemoteOpenAIServer, bounded, known_options
+from benchmarks.serving.vllm_tests import RemoteOpenAIServer, bounded, known_options, main
 from tests.waiting import wait_until
 
 PROGRAM = """
@@ -57,3 +57,10 @@ def test_tests_get_the_conftest_of_their_directory_and_stand_ins(tmp_path):
     command = [sys.executable, "-m", "benchmarks.serving.vllm_tests", str(tmp_path), "tests/area/test_it.py", "-q"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "1 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_folder_that_is_no_checkout(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["vllm_tests", str(tmp_path), "x.py"])
+    with pytest.raises(SystemExit):
+        main()
+    assert f"{tmp_path}: holds no tests; pass a checkout of vLLM" in " ".join(capsys.readouterr().err.split())

@@ -47,6 +47,8 @@ class PassReport:
     def __str__(self) -> str:
         lines = [f"{op}: {count} replaced" for op, count in self.replaced.items()]
         lines += [f"{op}: {count} left: {reason}" for (op, reason), count in self.left.items()]
+        if not self.graphs:
+            return "graphs compiled: 0 (a graph from Inductor's cache is not compiled again, and not counted)"
         return "\n".join([f"graphs compiled: {self.graphs}", *(lines or ["no pattern was found"])])
 
 

@@ -14,7 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.virtualized import V
 
 from nanovllm.adapters.inductor import OPS, FusedOps, replacing
-from nanovllm.adapters.inductor.fused_ops import InTurn
+from nanovllm.adapters.inductor.fused_ops import InTurn, PassReport
 
 
 @pytest.fixture(autouse=True)
@@ -129,6 +129,12 @@ def test_a_model_and_its_report():
     # The first norm has no sum before it; the sums before the others are parts of them.
     assert fused.report().replaced == {"add_rms_norm": 3, "rms_norm": 1, "silu_and_mul": 2}
     assert "add_rms_norm: 3 replaced" in str(fused.report())
+
+
+def test_a_report_without_graphs_names_the_cache_and_says_nothing_of_patterns():
+    said = str(PassReport({}, {}, 0))
+    assert said.startswith("graphs compiled: 0 (") and "Inductor's cache" in said and "pattern" not in said
+    assert str(PassReport({}, {}, 1)) == "graphs compiled: 1\nno pattern was found"
 
 
 def test_where_only_the_reference_runs_nothing_is_replaced():
