@@ -315,11 +315,13 @@ class Benchmark:
             return
         job = self._job("nanovllm", self.variant, command_line.engine_options(self.args))
         job = next(self._sized(dataclasses.replace(job, workloads=(workload,), limit=None)))
-        written = make_profile(
-            self.launch, job, self.record, self.label, self.args.profile_dir, self.args.plots, self._take
-        )
-        for line in written:
-            print(line)
+        try:
+            written = make_profile(
+                self.launch, job, self.record, self.label, self.args.profile_dir, self.args.plots, self._take
+            )
+        finally:
+            self.status.clear()
+        print(*written, sep="\n")
 
     def _judge(self, checks: list[results.Check]) -> int:
         if not checks:

@@ -32,6 +32,7 @@ def make_profile(
         WorkerDied: a pass failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    other("started", f"profiling {job.workloads[0].name}")
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         as_run = _run_pass(launch, job, Path(scratch) / "as-run.json", other)
         passes = [as_run]

@@ -151,10 +151,11 @@ def test_the_pass_without_graphs_piggybacks_and_pads_as_the_one_with_them(piggyb
         Path(job.trace).write_text('{"traceEvents": []}')
         take("profile", {"eager": False, "piggybacks": piggybacks, "pads_prompts": pads})
 
-    jobs = []
+    jobs, told = [], []
     job = Job("nanovllm", "custom", "model", (Workload("w", 1, 8, 8),), options={"max_model_len": 64})
     with pytest.raises(Enough):
-        make_profile(launch, job, None, "label", tmp_path, False, print)
+        make_profile(launch, job, None, "label", tmp_path, False, lambda *said: told.append(said))
+    assert told == [("started", "profiling w")]  # what a terminal shows meanwhile
     same = {"piggyback_prefill": piggybacks, "capture_prefill": pads}
     assert [j.options for j in jobs] == [job.options, {"max_model_len": 64, "enforce_eager": True, **same}]
 
