@@ -20,3 +20,21 @@ def test_their_code_runs(warm_python):
     done = warm_python.run("-c", guide + readme, cwd=REPOSITORY, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
+
+
+def test_the_answer_that_they_show_is_the_examples(warm_python, monkeypatch):
+    """As on a CPU, which the text says. The pages leave out the end of the answer, and so does this."""
+    if not NEEDS["model"]():
+        pytest.skip("needs the demo model")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    done = warm_python.run("example.py", "--max-tokens", "32", cwd=REPOSITORY, timeout=600)
+    assert done.returncode == 0, done.stderr
+    for page in ("README.md", "docs/getting-started.md"):
+        question, answer = shown_answer((REPOSITORY / page).read_text())
+        assert f"> {question}\n{answer}" in done.stdout, page
+
+
+def shown_answer(page: str) -> tuple[str, str]:
+    lines = page.splitlines()
+    (at,) = (i for i, line in enumerate(lines) if line.startswith("    > "))
+    return lines[at].removeprefix("    > "), lines[at + 1].strip().removesuffix(" ...")

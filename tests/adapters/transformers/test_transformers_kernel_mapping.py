@@ -13,7 +13,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from nanovllm.adapters.transformers import kernel_mapping
-from tests.adapters.models import prompts, shared
+from tests.adapters.models import prompts, shared, tiny
 
 
 class Mode(enum.Flag):
@@ -114,6 +114,31 @@ def test_the_package_itself(mapping):
         norm = kernels.kernelize(Norm(), device="cpu", mode=kernels.Mode.INFERENCE)
     with torch.no_grad():
         assert norm(torch.ones(2, 4)).sum() == pytest.approx(8, rel=1e-4)
+
+
+def test_the_package_exchanges_the_norms_of_a_model(mapping, monkeypatch):
+    """With the versions of transformers and `kernels` that take each other, models register their norms by name."""
+    kernels = pytest.importorskip("kernels")
+    from transformers.utils import is_kernels_available
+
+    if not is_kernels_available():
+        pytest.skip("this transformers does not take this version of kernels")
+    model, given, calls = tiny("Qwen3").requires_grad_(False), prompts("left"), []
+    expected = model(**given).logits
+    norms = sum(type(module).__name__ == "Qwen3RMSNorm" for module in model.modules())
+    (layer,) = {repo.load() for repo in mapping["RMSNorm"]["cpu"].values()}
+    own = layer.forward
+
+    def forward(self, hidden_states):
+        calls.append(self)
+        return own(self, hidden_states)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    with kernels.use_kernel_mapping(mapping, inherit_mapping=False):
+        model = kernels.kernelize(model, device="cpu", mode=kernels.Mode.INFERENCE)
+    got = model(**given).logits
+    assert len({id(module) for module in calls}) == norms > 0
+    torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
 
 
 def test_without_the_package(monkeypatch):
