@@ -58,16 +58,14 @@ def test_bad_input_is_one_line(tiny_qwen3, capfd, arguments, said):
 
 
 @pytest.fixture(scope="module")
-def whole_run(tiny_qwen3, tmp_path_factory):
+def whole_run(tiny_qwen3, tmp_path_factory, warm_python):
     """(the folder of the profile's files, what was printed) of a run in processes of its own."""
     folder = tmp_path_factory.mktemp("whole")
-    command = [sys.executable, str(ROOT / "bench.py"), "--model", str(tiny_qwen3), "--device", "cpu",
+    command = [str(ROOT / "bench.py"), "--model", str(tiny_qwen3), "--device", "cpu",
                "--workload", "tiny", "--repeat", "1", "--kernels", "decoder_step=native;sample=native",
                "--profile-dir", str(folder), "--json", str(folder / "j.json")]  # fmt: skip
     command += ["--plots"] if importlib.util.find_spec("matplotlib") else []
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    done = warm_python.run(*command, timeout=900, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
     return folder, done.stdout
 

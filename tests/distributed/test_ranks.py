@@ -248,26 +248,26 @@ def test_the_ranks_end_with_their_program(directory, end):
 
 
 @pytest.mark.slow
-def test_a_program_goes_on_after_a_start_that_was_too_slow(directory):
+def test_a_program_goes_on_after_a_start_that_was_too_slow(directory, warm_python):
     program = (
         "import time\nfrom nanovllm import LLM\n"
         f"try:\n    LLM({str(directory)!r}, tensor_parallel_size=2, **{ARGUMENTS | dict(rank_timeout=0.05)})\n"
         "except RuntimeError as error:\n    print(error)\ntime.sleep(2)\nprint('goes on')"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = warm_python.run("-c", program, timeout=300)
     assert "rank 1 did not answer for 0.05 s: it has not started; pass a larger rank_timeout" in done.stdout, (
         done.stderr
     )
     assert done.stdout.endswith("goes on\n") and done.returncode == 0, done.stderr
 
 
-def test_a_program_that_cannot_be_freed_from_a_dead_rank_ends():
+def test_a_program_that_cannot_be_freed_from_a_dead_rank_ends(warm_python):
     program = (
         "import os, signal, time\nfrom nanovllm.distributed.processes import Processes\n"
         "processes = Processes('tests.distributed.spmd', 2, {}, lambda: time.sleep(600), stuck_seconds=1.0)\n"
         "processes.expect_return(True)\nos.kill(processes.pids[0], signal.SIGKILL)\ntime.sleep(600)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    done = warm_python.run("-c", program, timeout=300)
     assert done.returncode == 1 and "rank 1 of 2 was killed by signal 9" in done.stderr, done.stderr
 
 

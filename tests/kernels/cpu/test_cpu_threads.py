@@ -82,21 +82,21 @@ except ValueError as e:
 """
 
 
-def output(code, **variables):
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | variables, capture_output=True, text=True)
+def output(python, code, **variables):
+    done = python.run("-c", code, env=os.environ | variables)
     assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
     return done.stdout.strip()
 
 
-def test_several_threads_call_at_the_same_time():
+def test_several_threads_call_at_the_same_time(warm_python):
     """As two engines do, each in a thread: a call releases Python's lock."""
-    assert output(CALLERS, NANOVLLM_CPU_THREADS="2") == "[0, 1, 2]"
+    assert output(warm_python, CALLERS, NANOVLLM_CPU_THREADS="2") == "[0, 1, 2]"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_more_threads_than_the_system_starts_are_an_error():
+def test_more_threads_than_the_system_starts_are_an_error(warm_python):
     said = "NANOVLLM_CPU_THREADS=5000: the system does not start 5000 threads; set it to less"
-    assert output(TOO_MANY, NANOVLLM_CPU_THREADS="5000") == said
+    assert output(warm_python, TOO_MANY, NANOVLLM_CPU_THREADS="5000") == said
 
 
 def test_threads_work_or_rest_by_how_long_they_waited(tmp_path):
