@@ -24,6 +24,7 @@ from nanovllm.frontend.core_messages import (
     split_key,
 )
 from nanovllm.frontend.output_stream import EngineDeadError, OutputStream, RequestFailed
+from nanovllm.loading_line import LoadingLine
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.weights.tokenizer import load_tokenizer
@@ -60,12 +61,13 @@ class AsyncLLM:
         if (model is None) == (client is None):
             raise TypeError(f"AsyncLLM got model={model!r} and client={client!r}; pass exactly one of them")
         if client is None:
-            from nanovllm.frontend.engine_client import (
-                ThreadClient,  # with PyTorch, which a client of a process needs not
-            )
-
             warn_of_misspelt()
-            client = ThreadClient(EngineConfig(str(model), **kwargs))
+            config = EngineConfig(str(model), **kwargs)
+            with LoadingLine(config.model):
+                # With PyTorch, which a client of a process needs not.
+                from nanovllm.frontend.engine_client import ThreadClient
+
+                client = ThreadClient(config)
         self.client = client
         """The engine's side."""
         info = client.info

@@ -7,10 +7,11 @@ import time
 
 import pytest
 
-from nanovllm import console
+from nanovllm import AsyncLLM, console
 from nanovllm.loading_line import LoadingLine, loading_stage
 from tests import tiny
 from tests.commands import Terminal
+from tests.devices import DEVICE
 from tests.llm.small_llm import make
 from tests.notebook import outputs_of_cell
 
@@ -46,6 +47,12 @@ def test_a_terminal_shows_model_device_dtype_and_what_is_done_and_then_nothing(d
     assert texts[0] == "Loading small-model ..."
     assert re.fullmatch(r"Loading small-model on .*, float32: reading weights \.\.\.", texts[1])
     assert texts[-1].endswith(" ...") and terminal.getvalue().endswith(ERASED) and console.StatusLine.current is None
+
+
+def test_an_engine_for_an_event_loop_shows_the_same(directory, open_terminal):
+    terminal = open_terminal()
+    AsyncLLM(directory, skip_tokenizer_init=True, max_model_len=64, num_kvcache_blocks=4, device=DEVICE).close()
+    assert "Loading small-model on " in terminal.getvalue() and console.StatusLine.current is None
 
 
 def test_the_line_is_taken_away_where_loading_fails(directory, open_terminal):
