@@ -1,4 +1,4 @@
-"""SGLang, through its offline interface. Written for SGLang 0.5.15."""
+"""SGLang, through its offline interface. It ran with SGLang 0.5.15 and 0.5.23."""
 
 from __future__ import annotations
 
