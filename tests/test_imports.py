@@ -1,4 +1,7 @@
-"""Who may import whom, as docs and design have it; read from the source, so that imports inside functions count too."""
+"""Who may import whom, as docs and design have it; read from the source, so that imports inside functions count too.
+
+And how long a file may be.
+"""
 
 import ast
 import functools
@@ -216,3 +219,11 @@ def test_no_pickle_anywhere():
         names = {imported.split(".")[0] for imported, _ in imports(name)}
         assert not names & {"pickle", "dill", "joblib", "shelve"}, name
         assert "torch.load" not in MODULES[name].read_text(), name
+
+
+def test_no_file_of_python_has_more_than_350_lines():
+    root = PACKAGE.parent
+    files = [path for folder in ("nanovllm", "tests", "benchmarks", "docs") for path in (root / folder).rglob("*.py")]
+    lengths = {path: path.read_bytes().count(b"\n") for path in [*files, *root.glob("*.py")]}
+    assert len(lengths) > 500
+    assert {str(path.relative_to(root)): n for path, n in lengths.items() if n > 350} == {}

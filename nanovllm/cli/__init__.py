@@ -62,7 +62,6 @@ _LATER = {
     "device": _Later("device", "What a GPU has, and what it sustains."),
 }
 
-
 _OTHERS = {
     name: remedy
     for remedy, names in (

@@ -1,9 +1,11 @@
 """Bad prompts, parameters and conversations are refused with their name, and nothing is started."""
 
+import asyncio
+
 import pytest
 import torch
 
-from nanovllm import SamplingParams
+from nanovllm import AsyncLLM, SamplingParams
 from tests.llm.small_llm import GREEDY, MAX_LEN, MESSAGES, PROMPTS, TOKENIZER, greedy_text, make
 
 pytestmark = pytest.mark.any_device
@@ -153,3 +155,15 @@ def test_others_are_served_while_one_is_refused(llm, reference):
         with pytest.raises(ValueError):
             llm.engine.add_request(bad)
     assert text + "".join(stream) == greedy_text(reference, PROMPTS[0])[1]
+
+
+def test_async_llm_refuses_a_prompt_that_is_too_long_with_a_remedy_that_helps(directory):
+    engine = AsyncLLM(directory, max_model_len=128, num_kvcache_blocks=4, kvcache_block_size=16)
+
+    async def ask():
+        async for _ in engine.generate([1] * 100, SamplingParams(max_tokens=4)):
+            raise AssertionError("it was answered")
+
+    with pytest.raises(ValueError, match="max_model_len=64 allows 63 .* or give the KV cache more memory"):
+        asyncio.run(ask())
+    engine.close()
