@@ -167,6 +167,8 @@ class Copies:
                 for land in self.groups.pop(0):
                     land()
             return
+        if p[2] == "mbarrier":
+            return self._arrive_after_copies(p, args, on)
         size, taken = int(args[2], 0), np.full(self.n, int(args[2], 0))
         if len(args) > 3:
             taken = self.value(args[3], np.int32)
@@ -189,9 +191,27 @@ class Copies:
         else:
             self.groups[-1].append(land)
 
+    def _arrive_after_copies(self, p, args, on):
+        """Each thread arrives at an mbarrier when all of its copies so far have landed: at once or later."""
+        if "noinc" not in p:
+            raise UnknownInstruction(".".join(p))
+        bars, lands = [self.bars[int(self.address(args[0])[i])] for i in np.nonzero(on)[0]], sum(self.groups, [])
+        self.groups = [[]]
+
+        def arrive():
+            for land in lands:
+                land()
+            for b in bars:
+                self._arrive(b, 1, 0)
+
+        if self.random.random() < 0.5:
+            arrive()
+        else:
+            self.flying.append(arrive)
+
     def copy(self, p, args, on):
         """A box of a tensor; what lies outside of it is zero. In shared memory, lines of 128 or 64 bytes, swizzled."""
-        if p[1] == "async" and p[2] in ("ca", "cg", "commit_group", "wait_group", "wait_all"):
+        if p[1] == "async" and p[2] in ("ca", "cg", "commit_group", "wait_group", "wait_all", "mbarrier"):
             return self._copy_by_threads(p, args, on)
         if p[:4] != ["cp", "async", "bulk", "tensor"]:
             raise UnknownInstruction(".".join(p))

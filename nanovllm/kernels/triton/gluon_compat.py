@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 warps_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 

@@ -1,5 +1,5 @@
 """The ops `moe_experts` and `moe_experts_fp8`: two kernels for few tokens; else pairs are sorted by expert, and each
-expert is read once.
+expert is read once. With many pairs an expert, Hopper has kernels of its own (`hopper_experts`).
 
 The intermediate values of the second way are those of all pairs, in the order of their experts. No value is added to
 memory: a token's experts are summed in the order of its choices.
@@ -14,6 +14,7 @@ from nanovllm.kernels.ops.moe_experts_fp8 import check_scales
 from nanovllm.kernels.triton.early_start import has_dependent_launch
 from nanovllm.kernels.triton.gemm.packed_products import SIXTEEN
 from nanovllm.kernels.triton.launch_arguments import adjacent, cdiv, matrix_of, next_power_of_2
+from nanovllm.kernels.triton.moe import hopper_experts
 from nanovllm.kernels.triton.moe.expert_kernels import (
     block_kernel,
     fp8_block_kernel,
@@ -80,6 +81,11 @@ def _run(x: torch.Tensor, gate_up: Scaled, down: Scaled, weights: torch.Tensor, 
     if pairs is not None:
         return _by_pair(x, gate_up, down, weights, experts, pairs)
     count = experts.numel()
+    many = None if fp8 else hopper_experts.plan_for(x, gate_up[0], down[0], count)
+    if many is not None:
+        in_order = sort_pairs(experts, num_experts, many.tokens)
+        inner = hopper_experts.hopper_experts(x, gate_up[0], in_order, top_k, True, many)
+        return _weighted_sum(hopper_experts.hopper_experts(inner, down[0], in_order, top_k, False, many), weights)
     plan = plan_fp8_blocks(count, num_experts) if fp8 else plan_blocks(count, num_experts, x.element_size())
     in_order = sort_pairs(experts, num_experts, plan.tokens)
     inner = _by_block(x, gate_up, in_order, top_k, True, plan)
