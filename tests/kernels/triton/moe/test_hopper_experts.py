@@ -23,7 +23,7 @@ from tests.kernels.triton.common import graph_of, randn, strided
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 BF16 = torch.bfloat16
-RELATIVE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+RELATIVE = {torch.bfloat16: 1.6e-2, torch.float16: 4e-3}
 
 
 def on_hopper(test):
