@@ -2,12 +2,15 @@
 
     python -m benchmarks.adapters_transformers --budget 200              # Qwen3-0.6B and 8B, random weights, on a GPU
     python -m benchmarks.adapters_transformers --models qwen3-0.6b --batches 32 --sides plain,nanovllm --no-parts
+    python -m benchmarks.adapters_transformers --models qwen3-0.6b --prefill "" --no-parts --rounds 5 \\
+        --sides "plain,only sample,without sample,nanovllm" --sampling temperature=0.6,top_p=0.95,top_k=20
 
 Sides: `plain` is transformers; `nanovllm` is after `apply`, and `loop` the same without CUDA graphs; `liger` is
 Liger-Kernel and `kernels` the package kernels with our layers, where they are installed. The sides take turns for
 `--rounds` rounds, and a row shows the best round of each. The parts (`--parts`) are `only OP`, one op put in, and `with
-native OP`, all ops put in with the reference of one. What would start after `--budget` seconds is left out, and named.
-`benchmarks.adapters_compiled` measures code of torch.compile.
+native OP`, all ops put in with the reference of one; the side `without OP` is all the others. `--sampling` draws the
+tokens. What would start after `--budget` seconds is left out, and named. `benchmarks.adapters_compiled` measures code
+of torch.compile.
 
 The share of a decode step is that of the time in which the GPU could read the weights once; that of prefill, of the
 time for the products of the weights at the GPU's measured rate. The difference is of logits after a padded prompt and
@@ -41,7 +44,7 @@ TINY: dict[str, Any] = dict(
 )  # fmt: skip
 LASTING = {"liger": "liger_kernel", "kernels": "kernels"}
 """Sides that cannot be taken back, and the packages that they are."""
-_UNUSED = "gelu_and_mul", "attention_decode"  # the latter is the side `loop`
+_UNUSED = "gelu_and_mul", "attention_decode", "sample"  # `loop` is without the second; the last is for --sampling
 PARTS = [f"only {op}" for op in OPS if op not in _UNUSED]
 PARTS += [f"with native {op}" for op in OPS if op not in (*_UNUSED, "attention_dense", "rotary_embedding", "embedding")]
 
@@ -74,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--output-len", type=int, default=32)
     p.add_argument("--start-len", type=int, default=1, help="tokens that a decode step's time is without")
     p.add_argument("--cache", default="static", choices=["static", "dynamic"], help="of generate")
+    p.add_argument("--sampling", default="", help="options of generate, such as temperature=0.6,top_p=0.95,top_k=20")
     p.add_argument("--prefill", default="4x2048", help="batch x tokens; empty: none")
     p.add_argument("--sides", default="plain,nanovllm,loop,liger,kernels")
     p.add_argument("--rounds", type=int, default=2)
@@ -111,6 +115,9 @@ def side_of(model: Any, side: str, ops: dict[str, str] | None) -> Iterator[None]
     """The model as a side has it. The changes of those in `LASTING` stay."""
     if side in ("nanovllm", "loop"):
         with apply(model, ops=ops, cuda_graphs=side == "nanovllm"):
+            yield
+    elif side.startswith("without "):
+        with apply(model, ops=ops, exclude=[side.removeprefix("without ")]):
             yield
     elif side.startswith("with native "):
         with apply(model, ops=dict.fromkeys(OPS, ()) | {side.removeprefix("with native "): "native"}):
@@ -191,7 +198,7 @@ class Measuring:
             return
         progress(f"making {name} on {self._args.device}")
         model = made(name, self._args.device)
-        makers = works(self._args)
+        makers = works(self._args, sampling=self._args.sampling)
         for make in makers[len(makers) - 1 - bool(self._args.prefill) :] if PARTS[0] in sides else makers:
             self._work(model, name, make, sides)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,23 +42,30 @@ class Generating:
 
     Args:
         compiled: let transformers compile the step.
+        sampling: draw the tokens: options of `generate` such as "temperature=0.6,top_k=20"; empty: the largest logits.
 
     The time of a shorter run, of `start_len` tokens, is taken from that of the whole: of the prompt, and what else is
     done once, such as to capture a graph.
     """
 
-    def __init__(self, model: Any, batch: int, args: argparse.Namespace, compiled: bool = False) -> None:
+    def __init__(
+        self, model: Any, batch: int, args: argparse.Namespace, compiled: bool = False, sampling: str = ""
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
         ids = torch.randint(3, model.config.vocab_size, (batch, args.prompt_len), generator=generator)
-        self.name = f"generate {batch} x {args.prompt_len} -> {args.output_len}, {args.cache} cache"
+        self.name = f"generate {batch} x {args.prompt_len} -> {args.output_len}, {args.cache} cache" + ", drawn" * bool(
+            sampling
+        )
         self._model, self._ids, self._args, self._compiled = model, ids.to(args.device), args, compiled
         self._start = args.start_len
+        options = (entry.split("=") for entry in sampling.split(",") if entry)
+        self._draws: dict[str, Any] = {name: json.loads(value) for name, value in options}
 
     def generate(self, tokens: int, **options: Any) -> Any:
         return self._model.generate(
             self._ids, attention_mask=torch.ones_like(self._ids), min_new_tokens=tokens, max_new_tokens=tokens,
-            do_sample=False, cache_implementation=self._args.cache, disable_compile=not self._compiled, pad_token_id=0,
-            **options,
+            do_sample=bool(self._draws), cache_implementation=self._args.cache, disable_compile=not self._compiled,
+            pad_token_id=0, **self._draws, **options,
         )  # fmt: skip
 
     def prepare(self) -> None:
@@ -101,10 +109,12 @@ class Prefilling:
         return busy(self.logits)
 
 
-def works(args: argparse.Namespace, compiled: bool = False) -> list[Callable[[Any], Generating | Prefilling]]:
-    """What makes the works that --batches and --prefill name, each from a model."""
+def works(
+    args: argparse.Namespace, compiled: bool = False, sampling: str = ""
+) -> list[Callable[[Any], Generating | Prefilling]]:
+    """What makes the works that --batches and --prefill name, each from a model. sampling: as of `Generating`."""
     made: list[Callable[[Any], Generating | Prefilling]] = [
-        lambda model, b=int(batch): Generating(model, b, args, compiled) for batch in args.batches.split(",")
+        lambda model, b=int(batch): Generating(model, b, args, compiled, sampling) for batch in args.batches.split(",")
     ]
     if args.prefill:
         shape = [int(n) for n in args.prefill.split("x")]

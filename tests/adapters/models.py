@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -56,13 +57,13 @@ def shared(architecture: str, dtype: torch.dtype = torch.float32) -> Any:
     return tiny(architecture, dtype).requires_grad_(False)
 
 
-def put_in(model: Any, captures: bool = False, **providers: str) -> Any:
-    """Every op; with `captures`, decode steps are captured as on a GPU."""
+def put_in(model: Any, captures: bool = False, exclude: Iterable[str] = (), **providers: str) -> Any:
+    """Every op but those in `exclude`; with `captures`, decode steps are captured as on a GPU."""
     from nanovllm.adapters.transformers import OPS, apply
     from nanovllm.adapters.transformers.stack import STACK
 
     # On a CPU oneDNN leaves dense weights to PyTorch.
-    report = apply(model, ops=dict.fromkeys(OPS, ()) | {"linear": "native"} | providers)
+    report = apply(model, ops=dict.fromkeys(OPS, ()) | {"linear": "native"} | providers, exclude=exclude)
     if captures:
         model.model.__dict__[STACK].captures = True
     return report

@@ -7,6 +7,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from benchmarks.adapters_transformers import made, main, side_of
+from nanovllm.kernels import all_ops
+from tests.providers import registered
 
 
 def test_rows(tmp_path, capsys):
@@ -27,6 +29,30 @@ def test_rows(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert "| tiny | prefill 2 x 6 | nanovllm |" in out
     assert "making tiny on cpu ...\n" in err and "tiny, prefill 2 x 6, nanovllm: round 1 of 1 ...\n" in err
+
+
+def test_tokens_that_are_drawn(tmp_path):
+    file, drawn = tmp_path / "rows.json", []
+    arguments = [
+        "--models", "tiny", "--batches", "1,3", "--prompt-len", "5", "--output-len", "3", "--prefill", "", "--rounds",
+        "1", "--no-parts", "--device", "cpu", "--sides", "plain,only sample,without rms_norm", "--ops", "sample=mine",
+        "--sampling", "temperature=0.6,top_p=0.95,top_k=20", "--json", str(file),
+    ]  # fmt: skip
+
+    def mine(*args):
+        drawn.append([float(args[1][0]), int(args[2][0]), round(float(args[3][0]), 6), len(args[0])])
+        return all_ops()["sample"].native(*args)
+
+    with registered("sample", mine):
+        assert main(arguments) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["work"], row["side"]) for row in rows] == [
+        (f"generate {batch} x 5 -> 3, static cache, drawn", side)
+        for batch in (1, 3)
+        for side in ("plain", "only sample", "without rms_norm")
+    ]
+    # Two sides prepare by runs of 3 tokens and of 1, and are timed by the same.
+    assert drawn == [pytest.approx([0.6, 20, 0.95, batch]) for batch in (1, 3) for _ in range(16)]
 
 
 def test_a_side_is_taken_back():

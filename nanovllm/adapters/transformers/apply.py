@@ -13,7 +13,8 @@ from nanovllm.adapters.transformers.compiled import compile_own_code
 from nanovllm.adapters.transformers.patches import ATTRIBUTE, Patches, put_in_here
 from nanovllm.adapters.transformers.replace import Replacing
 from nanovllm.adapters.transformers.report import Outcomes, Report
-from nanovllm.adapters.transformers.selected import Selection
+from nanovllm.adapters.transformers.sampling import put_sampling_in
+from nanovllm.adapters.transformers.selected import OPS, Selection
 from nanovllm.arguments import did_you_mean
 from nanovllm.wording import brief
 
@@ -29,7 +30,8 @@ def apply(
     """Let a model of transformers compute with the ops of this package.
 
     Modules are recognised by what they compute. The forward of each is replaced, in this model only. Weights of
-    projections that have the same input are moved next to each other in memory; their values do not change.
+    projections that have the same input are moved next to each other in memory; their values do not change. The draws
+    of `generate(do_sample=True)` follow the same distribution as before, but a seed gives other tokens.
 
     Move the model to its device and dtype first. In training, and where gradients are recorded, every module runs its
     own code, since the kernels have no backward pass. Under torch.compile the attention is put in, and named ops:
@@ -38,10 +40,10 @@ def apply(
     Args:
         model: a model of transformers, or any module that contains its layers. It is changed.
         ops: the ops to put in (`OPS`), with the usual provider, or a mapping from ops to providers. None: every op that
-            has a kernel on the model's device. On a CPU that is none: there the reference is as fast as the model's own
-            code, and it is put in only if it is asked for.
+            has a kernel on the model's device. On a CPU that is `sample` alone: of others the reference is as fast as
+            the model's own code, and it is put in only if it is asked for.
         exclude: names of modules, as `model.named_modules()` has them, or of classes. They and what they contain are
-            left alone.
+            left alone. Names of ops, too, such as "sample": these are not put in.
         cuda_graphs: on a GPU, capture decode steps on a static cache as a CUDA graph: after two steps on the
             first cache of its shape, at the first step on later ones.
 
@@ -57,20 +59,22 @@ def apply(
         raise TypeError(f"model: expected a torch.nn.Module, such as a model of transformers, not {brief(model)}")
     selection = Selection.of(ops)
     _check(model)
-    excluded = _excluded(model, exclude)
+    excluded, without = _excluded(model, exclude)
+    selection = selection.without(without)
     outcomes, notes, patches = Outcomes(), _notes(model), Patches(model)
     try:
         replacing = Replacing(model, selection, patches, outcomes, excluded)
         replacing.modules()
         _attention_function(model, replacing, patches, outcomes)
         replacing.stacks(cuda_graphs)
+        put_sampling_in(model, selection, patches, outcomes, excluded, notes)
         if not selection.explicit:
             compile_own_code(model, patches)
     except BaseException:
         patches.undo()
         raise
     report = Report(outcomes.rows(), notes, patches)
-    if report.replaced and not selection.explicit:
+    if any(row.op != "sample" for row in report.replaced) and not selection.explicit:
         notes.append("Under torch.compile the attention alone is put in. To have other ops there, name them: ops=OPS.")
     if not report.rows:
         notes.append("no module of the model computes anything that " + selection.described)
@@ -103,21 +107,24 @@ def undo(model: nn.Module) -> None:
     patches.undo()
 
 
-def _excluded(model: nn.Module, exclude: Iterable[str]) -> set[nn.Module]:
-    """The modules named, and all within them."""
+def _excluded(model: nn.Module, exclude: Iterable[str]) -> tuple[set[nn.Module], set[str]]:
+    """The modules named, and all within them; and the ops named."""
     excluded: set[nn.Module] = set()
+    ops: set[str] = set()
     names = [exclude] if isinstance(exclude, str) else list(exclude) if isinstance(exclude, Iterable) else [exclude]
     if others := [name for name in names if not isinstance(name, str)]:
-        raise TypeError(f"exclude: expected names of modules or of classes of them, not {brief(others[0])}")
+        raise TypeError(f"exclude: expected names of modules, of classes of them or of ops, not {brief(others[0])}")
     for name in names:
         found = [m for path, m in model.named_modules() if name in (path, type(m).__name__)]
-        if not found:
+        if not found and name not in OPS:
             known = {n for path, m in model.named_modules() for n in (path, type(m).__name__) if n}
-            meant = f"; {question}" if (question := did_you_mean(name, known)) else ""
+            meant = f"; {question}" if (question := did_you_mean(name, known.union(OPS))) else ""
             raise ValueError(f"exclude: the model has no module and no class of modules {name!r}{meant}")
+        if not found:
+            ops.add(name)
         for module in found:
             excluded.update(module.modules())
-    return excluded
+    return excluded, ops
 
 
 def _notes(model: nn.Module) -> list[str]:

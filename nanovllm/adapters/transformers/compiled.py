@@ -25,6 +25,7 @@ STAND_IN = "_nanovllm_stand_in"
 """Of a patched model: its `StandIn`."""
 _NOT_COPIED = (
     CALL, ATTRIBUTE, STAND_IN, "_nanovllm_stack", "get_compiled_call", "_compiled_call", "_last_compile_config",
+    "_nanovllm_sampling", "_get_logits_processor",
 )  # fmt: skip
 _KEPT_APART = frozenset([*_NOT_COPIED, "forward", *nn.Module().__dict__])
 """Of a stand-in and its model: the attributes that a call does not hand over."""

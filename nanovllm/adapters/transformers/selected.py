@@ -15,7 +15,7 @@ from nanovllm.wording import brief
 
 OPS = (
     "rms_norm", "add_rms_norm", "qk_norm_rope", "rotary_embedding", "attention_dense", "attention_decode",
-    "linear_silu_and_mul", "silu_and_mul", "gelu_and_mul", "linear", "embedding",
+    "linear_silu_and_mul", "silu_and_mul", "gelu_and_mul", "linear", "embedding", "sample",
 )  # fmt: skip
 """The ops that `apply` puts into a model."""
 
@@ -79,6 +79,13 @@ class Selection:
         wanted = {op: (given,) if isinstance(given, str) else given for op, given in named.items()}
         checked = checked_priority({op: given for op, given in wanted.items() if given != ()}, "ops", all_ops())
         return Selection({op: tuple(checked.get(op, ())) for op in wanted}, explicit=True)
+
+    def without(self, ops: Container[str]) -> Selection:
+        """The same without some ops. ValueError if none would be left."""
+        wanted = {op: providers for op, providers in self.wanted.items() if op not in ops}
+        if not wanted:
+            raise ValueError("exclude: it names every op that could be put in")
+        return Selection(wanted, self.explicit)
 
     @property
     def described(self) -> str:

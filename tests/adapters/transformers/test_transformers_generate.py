@@ -111,7 +111,7 @@ def of_several_shapes(model, cache):
 def test_the_results_are_the_same(ask, cache, captured, steps):
     model = shared("Qwen3")
     expected = ask(model, CACHES[cache])
-    with put_in(model, captures=True):
+    with put_in(model, captures=True, exclude=["sample"]):  # which gives other tokens for a seed
         got = ask(model, CACHES[cache])
     assert any(steps) and (captured or cache == "dynamic" or ask is beams)  # beams replace the tensors of the cache
     for a, b in zip(got, expected, strict=True):
