@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "buffers.h"
-#include "formats.h"
 #include "maths.h"
+#include "plain_floats.h"
 #include "threads.h"
 
 namespace nanovllm {
@@ -20,24 +20,6 @@ struct Cache {
 
     int64_t token_size() const { return kv_heads * head_dim; }  // elements
 };
-
-template <typename Fn>
-inline void with_plain(int32_t format, Fn&& fn) {
-    if (format == f32) return fn(F32{});
-    if (format == bf16) return fn(BF16{});
-    return fn(F16{});
-}
-
-inline void store_as(F32, uint8_t* to, int64_t i, float value) { ((float*)to)[i] = value; }
-inline void store_as(BF16, uint8_t* to, int64_t i, float value) { ((uint16_t*)to)[i] = bf16_of_float(value); }
-inline void store_as(F16, uint8_t* to, int64_t i, float value) { ((uint16_t*)to)[i] = f16_of_float(value); }
-
-template <typename F>
-inline Floats sixteen(const uint8_t* from, int64_t i) {
-    if constexpr (F::BYTES == 4) return load<Floats>((const float*)from + i);
-    else if constexpr (std::is_same_v<F, BF16>) return floats_of_bf16((const uint16_t*)from + i);
-    else return floats_of_f16((const uint16_t*)from + i);
-}
 
 // A sequence's new tokens: rows `first` to `first` + `count` of the batch, the last of a context of `context` tokens.
 struct Run {
@@ -78,6 +60,14 @@ inline float exponentials(float* scores, int64_t count, float& total) {
     return top;
 }
 
+// Scores s become cap * tanh(s / cap). Whole vectors are written.
+inline void cap_scores(float* scores, int64_t count, float cap) {
+    for (int64_t i = 0; i < count; i += NARROW) {
+        const NarrowFloats powers = exponential(load<NarrowFloats>(scores + i) * (2.0f / cap));
+        store(scores + i, cap - (2.0f * cap) / (powers + 1.0f));
+    }
+}
+
 constexpr int64_t PIECE = 256;  // tokens of a context that one task attends to
 constexpr int64_t AHEAD = 16;   // tokens: processors fetch little of one head's rows themselves, which lie apart
 
@@ -94,7 +84,7 @@ struct Partial {
 // QUERIES heads of one token that share a key head, over positions begin to end: keys are read once for all of them.
 template <typename F, int QUERIES>
 inline void attend_piece(const Cache& cache, const Run& run, int64_t begin, int64_t end, int64_t kv_head, const float* q,
-                         float scale, Partial* results) {
+                         float scale, float soft_cap, Partial* results) {
     const int64_t dim = cache.head_dim, size = cache.token_size();
     const auto fetch = [&](const uint8_t* rows, int64_t from, int64_t to) {
         for (int64_t t = from; t < to; t++) prefetch(rows + t * size * F::BYTES, dim * F::BYTES);
@@ -122,6 +112,8 @@ inline void attend_piece(const Cache& cache, const Run& run, int64_t begin, int6
             }
         }
     });
+    if (soft_cap)
+        for (int h = 0; h < QUERIES; h++) cap_scores(scores[h], end - begin, soft_cap);
     for (int h = 0; h < QUERIES; h++) results[h].top = exponentials(scores[h], end - begin, results[h].total);
     constexpr int WIDTH = 4;  // vectors of a head at once: they and the queries' sums fit in registers
     for (int64_t first = 0; first < dim; first += WIDTH * LANES) {
@@ -148,13 +140,13 @@ inline void attend_piece(const Cache& cache, const Run& run, int64_t begin, int6
 
 template <typename F>
 inline void attend_heads(const Cache& cache, const Run& run, int64_t begin, int64_t end, int64_t kv_head, int64_t queries,
-                         const float* q, float scale, Partial* results) {
+                         const float* q, float scale, float soft_cap, Partial* results) {
     const int64_t dim = cache.head_dim;
     for (; queries >= 4; queries -= 4, q += 4 * dim, results += 4)
-        attend_piece<F, 4>(cache, run, begin, end, kv_head, q, scale, results);
-    if (queries == 3) attend_piece<F, 3>(cache, run, begin, end, kv_head, q, scale, results);
-    if (queries == 2) attend_piece<F, 2>(cache, run, begin, end, kv_head, q, scale, results);
-    if (queries == 1) attend_piece<F, 1>(cache, run, begin, end, kv_head, q, scale, results);
+        attend_piece<F, 4>(cache, run, begin, end, kv_head, q, scale, soft_cap, results);
+    if (queries == 3) attend_piece<F, 3>(cache, run, begin, end, kv_head, q, scale, soft_cap, results);
+    if (queries == 2) attend_piece<F, 2>(cache, run, begin, end, kv_head, q, scale, soft_cap, results);
+    if (queries == 1) attend_piece<F, 1>(cache, run, begin, end, kv_head, q, scale, soft_cap, results);
 }
 
 // The pieces of one head to its result.
@@ -237,7 +229,7 @@ __attribute__((noinline)) void weighted_sums(const float* vectors, int64_t step,
 // TOKENS tokens of one query head over gathered keys and values. The first attends to tokens up to `first_last`.
 template <int TOKENS>
 inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_last, const float* q, int64_t q_stride,
-                            float scale, int64_t window, float* out, int64_t out_stride) {
+                            float scale, int64_t window, float soft_cap, float* out, int64_t out_stride) {
     const int64_t begin = first_seen(first_last + 1, window);
     const int64_t tiles = (first_last + TOKENS - 1) / LANES + 1, padded = tiles * LANES;
     thread_local std::vector<float> scores, queries;
@@ -257,7 +249,8 @@ inline void attend_gathered(const Gathered& from, int64_t dim, int64_t first_las
     for (; t < tiles; t++) score(t, std::false_type{});
     float inverse[TOKENS];
     for (int m = 0; m < TOKENS; m++) {
-        const int64_t count = first_last + m + 1;
+        const int64_t count = first_last + m + 1, tile = begin / LANES * LANES;
+        if (soft_cap) cap_scores(scores.data() + m * padded + tile, count - tile, soft_cap);
         for (int64_t i = 0; i < first_seen(count, window); i++) scores[m * padded + i] = -INFINITY;
         float total;
         exponentials(scores.data() + m * padded, count, total);
@@ -284,6 +277,7 @@ struct Heads {
     float* out;
     int64_t out_stride;
     int64_t window = 0;  // tokens that a token attends to, itself among them; 0: all
+    float soft_cap = 0;  // if not 0, scores s become soft_cap * tanh(s / soft_cap)
 };
 
 // Runs of few tokens: a task for each token, key head and piece of the context.
@@ -314,7 +308,7 @@ inline void attend_short_runs(Threads& threads, const Cache& cache, const std::v
         Partial* results = partials.data() + task / cache.kv_heads * heads.count + kv_head * per_kv;
         const int64_t begin = token.begin + piece * PIECE;
         attend_heads<F>(cache, *token.run, begin, std::min(token.context, begin + PIECE), kv_head, per_kv, q, heads.scale,
-                        results);
+                        heads.soft_cap, results);
     });
     for (const Token& token : tokens)
         for (int64_t h = 0; h < heads.count; h++)
@@ -358,7 +352,7 @@ inline void attend_long_runs(Threads& threads, const Cache& cache, const std::ve
             float* to = heads.out + token * heads.out_stride + task.head * dim;
             const auto attend = [&](auto tokens, int64_t m) {
                 attend_gathered<tokens>(from, dim, last + m, q + m * heads.q_stride, heads.q_stride, heads.scale, heads.window,
-                                        to + m * heads.out_stride, heads.out_stride);
+                                        heads.soft_cap, to + m * heads.out_stride, heads.out_stride);
             };
             if (task.count == QUERY_TOKENS) return attend(std::integral_constant<int, QUERY_TOKENS>{}, 0);
             int64_t m = 0;
@@ -368,7 +362,9 @@ inline void attend_long_runs(Threads& threads, const Cache& cache, const std::ve
     }
 }
 
-inline void attention(Threads& threads, const Cache& cache, const std::vector<Run>& runs, const Heads& heads) {
+// Not inlined: it is large, and there are several callers.
+__attribute__((noinline)) inline void attention(Threads& threads, const Cache& cache, const std::vector<Run>& runs,
+                                                const Heads& heads) {
     std::vector<const Run*> few, many;
     for (const Run& run : runs) (run.count < GATHER_FROM ? few : many).push_back(&run);
     with_plain(cache.format, [&](auto format) {

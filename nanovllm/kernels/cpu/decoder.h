@@ -3,6 +3,7 @@
 
 #include "attention.h"
 #include "products.h"
+#include "rows.h"
 
 namespace nanovllm {
 
@@ -32,42 +33,6 @@ struct Batch {
     const int32_t *block_table, *context_lens, *cu_seqlens;  // cu_seqlens [num_seqs - num_decodes + 1], or null
     const int64_t* rows;  // [num_rows]; num_rows -1: all tokens
 };
-
-// fn(token) for every token: by all threads if that is worth waking them.
-template <typename Fn>
-inline void each_token(Threads& threads, int64_t count, Fn&& fn) {
-    if (count < 4) {
-        for (int64_t i = 0; i < count; i++) fn(i);
-        return;
-    }
-    const int64_t chunk = std::max<int64_t>(1, count / (4 * threads.count()));
-    threads.run((count + chunk - 1) / chunk, [&](int64_t task) {
-        for (int64_t i = task * chunk; i < std::min(count, (task + 1) * chunk); i++) fn(i);
-    });
-}
-
-inline void rms_norm(const float* x, const float* weight, int64_t size, float eps, float* out) {
-    float squares = 0;
-    NarrowFloats total[NARROWS] = {};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int p = 0; p < NARROWS; p++) {
-            const NarrowFloats values = load<NarrowFloats>(x + i + p * NARROW);
-            total[p] += values * values;
-        }
-    for (int64_t j = i; j < size; j++) squares += x[j] * x[j];
-    const float factor = 1.0f / std::sqrt((sum(whole(total)) + squares) / (float)size + eps);
-    for (i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
-}
-
-inline void rotate(float* x, const float* cos_sin, int64_t dim) {
-    const int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float a = x[i], b = x[i + half], c = cos_sin[i], s = cos_sin[half + i];
-        x[i] = a * c - b * s;
-        x[i + half] = b * c + a * s;
-    }
-}
 
 inline std::vector<Run> runs_of(const Batch& b) {
     std::vector<Run> runs;
@@ -149,18 +114,14 @@ class Step {
         auto rotate_all = [&](float* heads, int64_t count, const float* weight) {
             for (float* head = heads; head < heads + count * dim; head += dim) {
                 if (weight) rms_norm(head, weight, dim, model_.eps, head);
-                if (!layer.unrotated) rotate(head, angles, dim);
+                if (!layer.unrotated) rotate(head, angles, dim, head);
             }
         };
         rotate_all(q, model_.heads, layer.q_norm);
         rotate_all(k, model_.kv_heads, layer.k_norm);
-        with_plain(cache.format, [&](auto format) {
-            const int64_t at = batch_.slots[t] * kv_size_;
-            for (int64_t i = 0; i < kv_size_; i++) {
-                store_as(format, cache.k, at + i, k[i]);
-                store_as(format, cache.v, at + i, v[i]);
-            }
-        });
+        const int64_t at = batch_.slots[t] * kv_size_ * bytes_of(cache.format);
+        narrow(cache.format, k, kv_size_, cache.k + at);
+        narrow(cache.format, v, kv_size_, cache.v + at);
     }
 
     // Of the last layer the other tokens need keys and values alone. Rows may repeat, and be more than the tokens.
@@ -179,11 +140,7 @@ class Step {
 
     // SiLU of the gate times `factor` [intermediate].
     void activate(int64_t t, const float* factor) {
-        float* gate = wide_->row(t);
-        int64_t i = 0;
-        for (; i + NARROW <= model_.intermediate; i += NARROW)
-            store(gate + i, silu(load<NarrowFloats>(gate + i)) * load<NarrowFloats>(factor + i));
-        for (; i < model_.intermediate; i++) gate[i] = silu(broadcast<NarrowFloats>(gate[i]))[0] * factor[i];
+        silu_and_mul(wide_->row(t), factor, model_.intermediate, wide_->row(t));
         wide_->finish(t);
     }
 

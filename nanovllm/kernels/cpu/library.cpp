@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "decoder.h"
+#include "layer_ops.h"
 #include "sampling.h"
 
 namespace nanovllm {
@@ -185,6 +186,64 @@ int64_t nanovllm_sample(Threads* threads, const float* logits, int64_t rows, int
         });
     });
     return status ? status : -1;
+}
+
+// The functions below return 0 or NO_MEMORY; if a tensor of numbers points outside of what it indexes, 1, and write nothing.
+// Formats: f32, bf16 or f16. Strides: elements.
+
+// out [rows][size]: the norm of x, or with a residual of x + residual, which goes to sum [rows][size].
+int32_t nanovllm_rms_norm(Threads* threads, int32_t format, uint8_t* x, int64_t stride, uint8_t* residual,
+                          int64_t residual_stride, const uint8_t* weight, int64_t rows, int64_t size, float eps,
+                          uint8_t* sum, uint8_t* out) {
+    return status_of([&] {
+        rms_norm_rows(*threads, {format, x, stride}, {format, residual, residual_stride}, weight, rows, size, eps,
+                      {format, sum, size}, {format, out, size});
+    });
+}
+
+// gate_up: rows of 2 * size; out: [rows][size].
+int32_t nanovllm_silu_and_mul(Threads* threads, int32_t format, uint8_t* gate_up, int64_t stride, int64_t rows,
+                              int64_t size, uint8_t* out) {
+    return status_of([&] { silu_and_mul_rows(*threads, {format, gate_up, stride}, rows, size, {format, out, size}); });
+}
+
+// x: [tokens][heads][dim]; weight [dim]: of a norm before, or null; out: [tokens][heads][dim].
+int32_t nanovllm_rotate(Threads* threads, int32_t format, uint8_t* x, int64_t tokens, int64_t heads, int64_t dim,
+                        int64_t token_stride, int64_t head_stride, const int64_t* positions, const float* cos_sin,
+                        int64_t cos_sin_stride, int64_t num_positions, const uint8_t* weight, float eps, uint8_t* out) {
+    if (first_outside(positions, tokens, num_positions) >= 0) return 1;
+    return status_of([&] {
+        rotate_heads(*threads, {format, x, heads, dim, token_stride, head_stride}, tokens, positions, cos_sin, cos_sin_stride,
+                     weight, eps, out);
+    });
+}
+
+// k, v: [tokens][heads][dim], with strides of tokens and heads; caches: [num_slots][heads][dim].
+int32_t nanovllm_store(Threads* threads, int32_t format, int64_t tokens, int64_t heads, int64_t dim, uint8_t* k,
+                       int64_t k_token, int64_t k_head, uint8_t* v, int64_t v_token, int64_t v_head, const int64_t* slots,
+                       int64_t num_slots, int32_t cache_format, uint8_t* k_cache, uint8_t* v_cache) {
+    if (first_outside(slots, tokens, num_slots) >= 0) return 1;
+    return status_of([&] {
+        store_heads(*threads, {format, k, heads, dim, k_token, k_head}, tokens, slots, cache_format, k_cache);
+        store_heads(*threads, {format, v, heads, dim, v_token, v_head}, tokens, slots, cache_format, v_cache);
+    });
+}
+
+// q: [tokens][heads][dim]; caches: [num_blocks][block_size][kv_heads][dim], dim a multiple of 16. starts may be null: each
+// sequence has `queries` then, else at most as many. window, soft_cap: 0 is none.
+int32_t nanovllm_attention(Threads* threads, int32_t format, uint8_t* q, int64_t tokens, int64_t heads, int64_t dim,
+                           int64_t token_stride, int64_t head_stride, int32_t cache_format, uint8_t* k_cache,
+                           uint8_t* v_cache, int64_t num_blocks, int64_t block_size, int64_t kv_heads, int64_t num_seqs,
+                           const int32_t* block_table, int64_t table_stride, int64_t max_blocks,
+                           const int32_t* context_lens, int64_t max_context_len, const int32_t* starts, int64_t queries,
+                           float scale, int64_t window, float soft_cap, uint8_t* out) {
+    const Sequences sequences{num_seqs, block_table, table_stride, max_blocks, num_blocks, context_lens,
+                              max_context_len, starts, queries};
+    if (!sequences.are_valid(block_size, tokens)) return 1;
+    return status_of([&] {
+        attend(*threads, {format, q, heads, dim, token_stride, head_stride}, tokens,
+               {k_cache, v_cache, block_size, kv_heads, dim, cache_format}, sequences, scale, window, soft_cap, out);
+    });
 }
 
 }  // extern "C"

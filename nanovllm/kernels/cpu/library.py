@@ -47,7 +47,12 @@ class _Weight(Structure):
 _NO_MEMORY = -2
 
 
-def _checked(status: Any, function: Any, arguments: Any) -> Any:
+def checked(status: Any, function: Any, arguments: Any) -> Any:
+    """The status that a function of the library returns; for its `errcheck`.
+
+    Raises:
+        MemoryError: the status says that there was too little memory.
+    """
     if status == _NO_MEMORY:
         raise MemoryError(
             "the C++ kernels: the system has no memory left for the step; set max_num_batched_tokens to less"
@@ -107,7 +112,7 @@ def _library() -> ctypes.CDLL:
     ]  # fmt: skip
     lib.nanovllm_sample.restype = c_int64
     for function in (lib.nanovllm_product, lib.nanovllm_decoder_step, lib.nanovllm_sample):
-        function.errcheck = _checked
+        function.errcheck = checked
     lib.nanovllm_sample.argtypes = [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 7]
     return lib
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanovllm.kernels import extra, ops
+from nanovllm.kernels.cpu import layer_op_limits
 from nanovllm.kernels.cpu.build import cpu_support
 from nanovllm.kernels.cuda.build import cuda_support
 from nanovllm.kernels.cuda.packed.product_libraries import fp8_support, packed_support
@@ -117,6 +118,15 @@ ops.linear.add(
     )
 )  # fmt: skip
 ops.sample.add(Provider("cpu", "nanovllm.kernels.cpu.library:sample", cpu_support))
+for _op in (
+    ops.add_rms_norm, ops.attention_decode, ops.attention_prefill, ops.qk_norm_rope, ops.rms_norm, ops.rotary_embedding,
+    ops.silu_and_mul, ops.store_kvcache,
+):  # fmt: skip
+    _op.add(
+        Provider(
+            "cpu", f"nanovllm.kernels.cpu.layer_ops:{_op.name}", cpu_support, getattr(layer_op_limits, _op.name)
+        )
+    )
 
 for _op in (ops.attention_decode, ops.attention_prefill):
     for _library in (flash_attn, flashinfer):
