@@ -6,7 +6,6 @@ Layers that run op by op call these. `decoder_step` computes the same inside of 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from functools import cache
 
@@ -50,10 +49,12 @@ def _library() -> ctypes.CDLL:
     return lib
 
 
-def _rows(name: str, x: torch.Tensor, shape: Sequence[int]) -> tuple[torch.Tensor, int]:
+def _empty_like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """x [..., size] as rows that have one stride, copied if they have not, and the stride in elements."""
-    if x.shape != shape:
-        raise ValueError(f"{name}: expected {list(shape)}, not {list(x.shape)}")
     if x.dim() == 2 and x.stride(1) == 1:
         return x, x.stride(0)
     return x.contiguous(), x.shape[-1]
@@ -74,9 +75,9 @@ def _heads(x: torch.Tensor) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """The op `rms_norm`."""
     size, weight = x.shape[-1], weight.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = _empty_like(x)
     if rows := out.numel() // max(1, size):
-        x, stride = _rows("x", x, out.shape)
+        x, stride = _rows(x)
         _library().nanovllm_rms_norm(
             threads(), _FORMATS[x.dtype], x.data_ptr(), stride, None, 0, _address("weight", weight, size), rows, size,
             eps, None, out.data_ptr(),
@@ -88,10 +89,12 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op `add_rms_norm`. No memory is reused."""
+    if residual.shape != x.shape:
+        raise ValueError(f"residual: expected {list(x.shape)}, not {list(residual.shape)}")
     size, weight = x.shape[-1], weight.contiguous()
-    out, total = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    out, total = _empty_like(x), _empty_like(x)
     if rows := out.numel() // max(1, size):
-        (x, stride), (residual, residual_stride) = _rows("x", x, out.shape), _rows("residual", residual, out.shape)
+        (x, stride), (residual, residual_stride) = _rows(x), _rows(residual)
         _library().nanovllm_rms_norm(
             threads(), _FORMATS[x.dtype], x.data_ptr(), stride, residual.data_ptr(), residual_stride,
             _address("weight", weight, size), rows, size, eps, total.data_ptr(), out.data_ptr(),
@@ -101,10 +104,13 @@ def add_rms_norm(
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """The op `silu_and_mul`."""
-    size = gate_up.shape[-1] // 2
-    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
+    *leading, width = gate_up.shape
+    if width % 2:
+        raise ValueError(f"gate_up: expected [..., 2*n], not {list(gate_up.shape)}")
+    size = width // 2
+    out = gate_up.new_empty(*leading, size)
     if rows := out.numel() // max(1, size):
-        gate_up, stride = _rows("gate_up", gate_up, (*out.shape[:-1], 2 * size))
+        gate_up, stride = _rows(gate_up)
         _library().nanovllm_silu_and_mul(
             threads(), _FORMATS[gate_up.dtype], gate_up.data_ptr(), stride, rows, size, out.data_ptr()
         )
@@ -159,7 +165,7 @@ def _rotated(
         cos_sin_cache = cos_sin_cache.contiguous()
     if weight is not None:
         weight = weight.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = _empty_like(x)
     wrong = _library().nanovllm_rotate(
         threads(), _FORMATS[x.dtype], x.data_ptr(), tokens, heads, dim, x.stride(0), x.stride(1), positions.data_ptr(),
         cos_sin_cache.data_ptr(), cos_sin_cache.stride(0), cos_sin_cache.shape[0],
@@ -197,7 +203,7 @@ def attention_decode(
     """The op `attention_decode`. Caches are contiguous and have no scales; head_dim is a multiple of 16."""
     check_attention(q, kv, scale, window, soft_cap)
     queries = q.shape[0] // kv.num_seqs if kv.num_seqs else 1
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = _empty_like(q)
     if _attend(q, kv, None, queries, scale, window, soft_cap, out):
         check_query_tokens(q, kv, scale, window, soft_cap)
     return out
@@ -213,7 +219,7 @@ def attention_prefill(
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """The op `attention_prefill`, as `attention_decode`."""
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = _empty_like(q)
     starts = cu_seqlens_q
     fits = starts.dtype is torch.int32 and starts.shape == (kv.num_seqs + 1,) and starts.is_contiguous()
     check_attention(q, kv, scale, window, soft_cap)

@@ -122,11 +122,10 @@ for _op in (
     ops.add_rms_norm, ops.attention_decode, ops.attention_prefill, ops.qk_norm_rope, ops.rms_norm, ops.rotary_embedding,
     ops.silu_and_mul, ops.store_kvcache,
 ):  # fmt: skip
-    _op.add(
-        Provider(
-            "cpu", f"nanovllm.kernels.cpu.layer_ops:{_op.name}", cpu_support, getattr(layer_op_limits, _op.name)
-        )
-    )
+    # PyTorch's SiLU and product of few tokens take less time than a call of the library (docs/log/cpu.md).
+    _preferred = _op is not ops.silu_and_mul
+    _accepts = getattr(layer_op_limits, _op.name)
+    _op.add(Provider("cpu", f"nanovllm.kernels.cpu.layer_ops:{_op.name}", cpu_support, _accepts, preferred=_preferred))
 
 for _op in (ops.attention_decode, ops.attention_prefill):
     for _library in (flash_attn, flashinfer):

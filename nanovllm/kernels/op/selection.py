@@ -287,7 +287,10 @@ def _choose(
 def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]) -> list[str]:
     """The names of providers in the order in which they are tried if the user names none."""
     of_plugins = [p.name for p in declared.providers.values() if p.origin is not None and p.origin in plugins]
-    usual = (measured_order(declared.name, device) or PREFERRED) if device.type == "cuda" else PREFERRED_ON_CPU
+    usual = measured_order(declared.name, device) if device.type == "cuda" else ()
+    if not usual:
+        built_in = PREFERRED if device.type == "cuda" else PREFERRED_ON_CPU
+        usual = [name for name in built_in if name in declared.providers and declared.providers[name].preferred]
     return of_plugins + [name for name in usual if name in declared.providers and name not in of_plugins]
 
 

@@ -233,7 +233,7 @@ def test_a_provider_that_nobody_has_is_not_verified_as_right(plugin, monkeypatch
     for command in ("verify", "bench"):  # a plugin with providers of another op alone, and one with none at all
         options = (command, "rms_norm", "--device", "cpu", "--provider", "own", "--kernel-plugin")
         said = str(cli(*options, path, fails=True).exception)
-        assert said.startswith("--provider own: expected one of native") and said.endswith(
+        assert said.startswith("--provider own: expected one of cpu, native") and said.endswith(
             f"; plugin {path} has 'mine' of softmax"
         )
         empty = plugin("x = 1", "empty.py")

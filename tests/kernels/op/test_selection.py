@@ -235,7 +235,7 @@ def test_a_triton_that_cannot_be_imported_is_a_reason(tmp_path, warm_python):
     program.write_text("""
 import torch
 from nanovllm.kernels import resolve_kernels, rms_norm
-assert resolve_kernels(torch.device("cpu")).providers["rms_norm"] == "native"
+assert resolve_kernels(torch.device("cpu")).providers["softmax"] == "native"
 try:
     with rms_norm.use("triton"):
         rms_norm(torch.ones(2, 4), torch.ones(4), 1e-6)
@@ -305,10 +305,19 @@ def test_the_order_and_its_reason(rms_norm, monkeypatch):
     def names():
         return [p.name for p in ranked_providers(rms_norm, CPU)]
 
+    monkeypatch.delitem(rms_norm.providers, "cpu")
     assert names()[0] == NATIVE and set(names()) >= {NATIVE, "fast"} and "elsewhere" not in names()
     assert "on a CPU the reference runs" in why_selected(rms_norm, CPU)
     monkeypatch.setenv("NANOVLLM_KERNELS", "rms_norm=fast")
     assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in why_selected(rms_norm, CPU)
+
+
+def test_a_provider_that_is_not_preferred_runs_where_it_is_named(rms_norm, monkeypatch):
+    for preferred, first in ((True, "cpu"), (False, NATIVE)):
+        monkeypatch.setitem(rms_norm.providers, "cpu", Provider("cpu", double_rows, preferred=preferred))
+        assert resolve_kernels(CPU).providers["rms_norm"] == first
+        assert [p.name for p in ranked_providers(rms_norm, CPU)][0] == first
+        assert resolve_kernels(CPU, priority={"rms_norm": ["cpu"]}).providers["rms_norm"] == "cpu"
 
 
 def test_a_fastest_provider_that_cannot_run_is_named_with_its_reason(rms_norm, monkeypatch, measured):
