@@ -114,7 +114,7 @@ class Selection:
         kernels = self._kernels.get(device)
         if kernels is None:
             priority = {op: providers for op, providers in self.wanted.items() if providers}
-            kernels = self._kernels[device] = resolve_kernels(device, priority=priority, who="ops", prepacks=False)
+            kernels = self._kernels[device] = resolve_kernels(device, priority=priority, who="ops", in_engine=False)
         return kernels
 
     def function(self, op: str, weight: torch.Tensor, tokens: int) -> Callable[..., Any] | None:

@@ -103,7 +103,7 @@ inline void rotate_heads(Threads& threads, TokenHeads x, int64_t tokens, const i
             }
             uint8_t* const to = out + (t * x.count + h) * dim * bytes_of(format);
             float* const rotated = place(format, to, other);
-            rotate(head, angles, dim, rotated);
+            rotate(head, angles, dim, rotated, format);
             narrow(format, rotated, dim, to);
         }
     });

@@ -173,6 +173,7 @@ def _rotated(
     )  # fmt: skip
     if wrong:
         check_positions(positions, cos_sin_cache)
+        raise AssertionError("positions: the library found one that is out of range")
     return out
 
 
@@ -195,6 +196,7 @@ def store_kvcache(
     )  # fmt: skip
     if wrong:
         check_slots(slots, k_cache)
+        raise AssertionError("slot_mapping: the library found a slot that is out of range")
 
 
 def attention_decode(
@@ -204,8 +206,9 @@ def attention_decode(
     check_attention(q, kv, scale, window, soft_cap)
     queries = q.shape[0] // kv.num_seqs if kv.num_seqs else 1
     out = _empty_like(q)
-    if _attend(q, kv, None, queries, scale, window, soft_cap, out):
+    if not queries or _attend(q, kv, None, queries, scale, window, soft_cap, out):
         check_query_tokens(q, kv, scale, window, soft_cap)
+        raise AssertionError("attention_decode: the library found lengths or blocks that are out of range")
     return out
 
 
@@ -225,6 +228,7 @@ def attention_prefill(
     check_attention(q, kv, scale, window, soft_cap)
     if not fits or _attend(q, kv, starts, max_query_len, scale, window, soft_cap, out):
         check_prefill(q, kv, starts, max_query_len, scale, window, soft_cap)
+        raise AssertionError("attention_prefill: the library found runs, lengths or blocks that are out of range")
     return out
 
 

@@ -45,12 +45,30 @@ inline void rms_norm(const float* x, const float* weight, int64_t size, float ep
 }
 
 // x: a head. cos_sin: cosines, then sines. out may be x.
-inline void rotate(const float* x, const float* cos_sin, int64_t dim, float* out) {
+inline void rotate(const float* x, const float* cos_sin, int64_t dim, float* out, int32_t format = f32) {
     const int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i++) {
-        const float a = x[i], b = x[i + half], c = cos_sin[i], s = cos_sin[half + i];
-        out[i] = a * c - b * s;
-        out[i + half] = b * c + a * s;
+    if (format == f32) {
+        for (int64_t i = 0; i < half; i++) {
+            const float a = x[i], b = x[i + half], c = cos_sin[i], s = cos_sin[half + i];
+            out[i] = a * c - b * s;
+            out[i + half] = b * c + a * s;
+        }
+        return;
+    }
+    constexpr int64_t PART = 32;
+    for (int64_t first = 0; first < half; first += PART) {
+        const int64_t count = std::min(PART, half - first);
+        const float *a = x + first, *b = a + half, *c = cos_sin + first, *s = c + half;
+        float products[4 * PART];  // rounded before they are added
+        for (int64_t i = 0; i < count; i++) {
+            products[i] = a[i] * c[i], products[count + i] = b[i] * s[i];
+            products[2 * count + i] = b[i] * c[i], products[3 * count + i] = a[i] * s[i];
+        }
+        round_to(format, products, 4 * count);
+        for (int64_t i = 0; i < count; i++) {
+            out[first + i] = products[i] - products[count + i];
+            out[first + half + i] = products[2 * count + i] + products[3 * count + i];
+        }
     }
 }
 

@@ -123,9 +123,9 @@ for _op in (
     ops.silu_and_mul, ops.store_kvcache,
 ):  # fmt: skip
     # PyTorch's SiLU and product of few tokens take less time than a call of the library (docs/log/cpu.md).
-    _preferred = _op is not ops.silu_and_mul
+    _in: Any = "nowhere" if _op is ops.silu_and_mul else "engines"
     _accepts = getattr(layer_op_limits, _op.name)
-    _op.add(Provider("cpu", f"nanovllm.kernels.cpu.layer_ops:{_op.name}", cpu_support, _accepts, preferred=_preferred))
+    _op.add(Provider("cpu", f"nanovllm.kernels.cpu.layer_ops:{_op.name}", cpu_support, _accepts, preferred=_in))
 
 for _op in (ops.attention_decode, ops.attention_prefill):
     for _library in (flash_attn, flashinfer):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -94,7 +94,8 @@ class Provider:
         prepack: (weight [rows, columns], whether rows must be readable) -> the `Prepacked` weight, with which a layer
             replaces its own; None: the weight stays as it is.
         planned: (a call's arguments) -> a function without parameters that runs the call with the host's planning done.
-        preferred: whether the built-in order takes it. If not, it runs where it is named or was measured to be fastest.
+        preferred: where the built-in order takes it: "anywhere"; in "engines", but not in a plain call of the op nor in
+            a model of another framework; or "nowhere", so that it runs if it is named or was measured to be fastest.
 
     Raises:
         ValueError: the name, the architectures, `support` or `accepts` have another form.
@@ -113,7 +114,7 @@ class Provider:
     num_tokens: Callable[[torch.Tensor], Container[int]] | str | None = None
     planned: Callable[..., Callable[[], Any]] | str | None = None
     prepack: Callable[[torch.Tensor, bool], Prepacked | None] | str | None = None
-    preferred: bool = True
+    preferred: Literal["anywhere", "engines", "nowhere"] = "anywhere"
 
     def __post_init__(self) -> None:
         name, known = self.name, r"any|sm_\d+[af]?\+?(, ?sm_\d+[af]?\+?)*"

@@ -65,7 +65,7 @@ def resolve_kernels(
     priority: Mapping[str, Sequence[str]] | None = None,
     plugins: Sequence[str] = (),
     who: str = "kernel_priority",
-    prepacks: bool = True,
+    in_engine: bool = True,
 ) -> Kernels:
     """Pick a provider for every op, once, for everything that runs on `device`.
 
@@ -74,7 +74,8 @@ def resolve_kernels(
         priority: providers of an op, best first; the first available one is taken. "*": every op that has it.
         plugins: files or modules to load (`plugins.py`); what they register comes before what the package has.
         who: what the user calls `priority`, for error messages.
-        prepacks: the caller prepacks weights. If not, a provider that needs prepacked weights must be named.
+        in_engine: the caller is an engine, which prepacks weights. If not, a provider that prepacks, or that is preferred
+            in engines alone, must be named.
 
     Raises:
         ValueError: an op or provider is unknown; none of those named for an op can run, or an argument is wrong.
@@ -92,7 +93,7 @@ def resolve_kernels(
         provider = declared.providers[NATIVE]
         parts = _named_parts(declared, ops, sources, origins, device)
         if use_custom_kernels:
-            usual = _choose(declared, device, sources, origins, prepacks)
+            usual = _choose(declared, device, sources, origins, in_engine)
             if not parts:
                 provider = usual
             elif usual.name != NATIVE:
@@ -210,6 +211,8 @@ def why_selected(declared: OpDeclaration, device: torch.device, plugins: Sequenc
     if device.type == "cpu":
         if first.prepack is not None:
             return "on a CPU layers run it over weights that it has prepacked; a plain call runs the reference"
+        if first.preferred == "engines":
+            return "in an engine on a CPU it comes before the reference; a plain call runs the reference"
         if first.name != NATIVE:
             return "on a CPU it comes before the reference"
         return "on a CPU the reference runs unless another provider is named"
@@ -227,13 +230,14 @@ def _first(declared: OpDeclaration, device: torch.device, plugins: Sequence[str]
 def default_choice(declared: OpDeclaration, device: torch.device) -> tuple[Provider, Callable[..., Any]]:
     """The provider of a plain call of an op on `device`, and its function.
 
-    A plain call has prepacked nothing: it runs a provider that prepacks weights only if the environment names it.
+    A plain call has prepacked nothing. A provider that prepacks weights, or that is preferred in engines alone, runs
+    only if the environment names it.
     """
     key = (device.type, device.index, os.environ.get(ENVIRONMENT_VARIABLE, ""))
     choice = declared.resolved_calls.get(key)
     if choice is None:
         load_plugins(())  # the environment may name a provider of an installed one
-        provider = _choose(declared, device, from_environment(), prepacks=False)
+        provider = _choose(declared, device, from_environment(), in_engine=False)
         choice = declared.resolved_calls[key] = provider, _function(declared, provider)
     return choice
 
@@ -266,9 +270,9 @@ def _choose(
     device: torch.device,
     sources: Sources,
     plugins: Sequence[str] = (),
-    prepacks: bool = True,
+    in_engine: bool = True,
 ) -> Provider:
-    """prepacks: the caller's weights can be prepacked."""
+    """in_engine: as `resolve_kernels` has it."""
     errors = []
     who, wanted = wanted_providers(declared, sources)
     for name in wanted:
@@ -280,7 +284,9 @@ def _choose(
     if errors:
         raise ValueError("; ".join(errors))
     candidates = (declared.providers[name] for name in _preferred(declared, device, plugins))
-    usable = (p for p in candidates if (prepacks or p.prepack is None) and p.support(device) is None)
+    if not in_engine:
+        candidates = (p for p in candidates if p.prepack is None and p.preferred != "engines")
+    usable = (p for p in candidates if p.support(device) is None)
     return next(usable, declared.providers[NATIVE])
 
 
@@ -290,7 +296,9 @@ def _preferred(declared: OpDeclaration, device: torch.device, plugins: Sequence[
     usual = measured_order(declared.name, device) if device.type == "cuda" else ()
     if not usual:
         built_in = PREFERRED if device.type == "cuda" else PREFERRED_ON_CPU
-        usual = [name for name in built_in if name in declared.providers and declared.providers[name].preferred]
+        usual = [
+            name for name in built_in if name in declared.providers and declared.providers[name].preferred != "nowhere"
+        ]
     return of_plugins + [name for name in usual if name in declared.providers and name not in of_plugins]
 
 

@@ -99,6 +99,73 @@ static void samples(Threads* threads) {
     }
 }
 
+// Each op of a layer in every format, with odd sizes and strides, and what it is to refuse.
+static void layer_ops(Threads* threads) {
+    auto bytes_of_floats = [](int64_t count) {  // which are numbers in each format
+        std::vector<uint8_t> bytes(4 * count);
+        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = i % 2 ? 0x3c : rand();
+        return bytes;
+    };
+    auto expect = [](int32_t status, int32_t expected) {
+        if (status != expected) std::abort();
+    };
+    for (int32_t format : {f32, bf16, f16}) {
+        for (int64_t size : {1, 33, 576})
+            for (int64_t rows : {1, 5, 150}) {
+                const int64_t stride = 2 * size + 3;
+                std::vector<uint8_t> x = bytes_of_floats(rows * stride), y = bytes_of_floats(rows * stride);
+                const std::vector<uint8_t> weight = bytes_of_floats(size);
+                std::vector<uint8_t> sum(4 * rows * size), out(sum.size());
+                expect(nanovllm_rms_norm(threads, format, x.data(), stride, nullptr, 0, weight.data(), rows, size, 1e-6f, nullptr, out.data()), 0);
+                expect(nanovllm_rms_norm(threads, format, x.data(), stride, y.data(), stride, weight.data(), rows, size, 1e-6f, sum.data(), out.data()), 0);
+                expect(nanovllm_silu_and_mul(threads, format, x.data(), stride, rows, size, out.data()), 0);
+            }
+        for (int64_t dim : {2, 48, 64})
+            for (int64_t tokens : {1, 7, 400}) {
+                const int64_t heads = 3, head_stride = dim + 1, token_stride = heads * head_stride + 5, num_positions = 9;
+                std::vector<uint8_t> x = bytes_of_floats(tokens * token_stride), out(4 * tokens * heads * dim);
+                const std::vector<uint8_t> weight = bytes_of_floats(dim);
+                const std::vector<float> angles = floats(num_positions * dim);
+                std::vector<int64_t> positions(tokens), slots(tokens);
+                for (int64_t i = 0; i < tokens; i++) positions[i] = i % num_positions, slots[i] = tokens - 1 - i;
+                for (const uint8_t* norm : {weight.data(), (const uint8_t*)nullptr})
+                    for (int64_t end : {num_positions, positions.back()})
+                        expect(nanovllm_rotate(threads, format, x.data(), tokens, heads, dim, token_stride, head_stride,
+                                               positions.data(), angles.data(), dim, end, norm, 1e-6f, out.data()),
+                               end != num_positions);
+                for (int32_t cache_format : {f32, bf16, f16})
+                    for (int64_t end : {tokens, tokens - 1}) {
+                        std::vector<uint8_t> k(4 * tokens * heads * dim), v(k.size());
+                        expect(nanovllm_store(threads, format, tokens, heads, dim, x.data(), token_stride, head_stride, x.data(),
+                                              token_stride, head_stride, slots.data(), end, cache_format, k.data(), v.data()),
+                               end != tokens);
+                    }
+            }
+        for (int32_t cache_format : {f32, bf16, f16}) {
+            const int64_t heads = 6, kv_heads = 2, dim = 48, block_size = 16, blocks = 25, columns = 25;
+            std::vector<uint8_t> k = bytes_of_floats(blocks * block_size * kv_heads * dim), v = k;
+            std::vector<int32_t> table(4 * columns), starts = {0, 20, 20, 21, 30};
+            for (size_t i = 0; i < table.size(); i++) table[i] = (int32_t)((i * 7) % blocks);
+            const std::vector<int32_t> lens = {390, 0, 3, 9};
+            auto attend = [&](int64_t tokens, const int32_t* runs, int64_t queries, int64_t num_blocks, int64_t window, float cap) {
+                const int64_t head_stride = dim + (format == bf16), token_stride = heads * head_stride + 2;
+                std::vector<uint8_t> q = bytes_of_floats(tokens * token_stride), out(4 * tokens * heads * dim);
+                return nanovllm_attention(threads, format, q.data(), tokens, heads, dim, token_stride, head_stride, cache_format,
+                                          k.data(), v.data(), num_blocks, block_size, kv_heads, 4, table.data(), columns, columns,
+                                          lens.data(), 390, runs, queries, 0.1f, window, cap, out.data());
+            };
+            for (int64_t window : {0, 7})
+                for (float cap : {0.0f, 5.0f}) {
+                    for (int64_t queries : {1, 5, 11}) expect(attend(4 * queries, nullptr, queries, blocks, window, cap), 0);
+                    expect(attend(30, starts.data(), 20, blocks, window, cap), 0);
+                }
+            expect(attend(4, nullptr, 1, blocks - 1, 0, 0), 1);
+            expect(attend(5, nullptr, 1, blocks, 0, 0), 1);
+            expect(attend(30, starts.data(), 19, blocks, 0, 0), 1);
+        }
+    }
+}
+
 // Calls by several threads, as of two engines.
 static void calls_at_the_same_time(Threads* threads) {
     const std::vector<uint8_t> data = packed(threads, f32, 160, 64, true);
@@ -143,6 +210,7 @@ int main(int argc, char** argv) {
     products(threads, argc > 1 ? std::atoi(argv[1]) : 1);
     for (int32_t weights : {f32, bf16}) steps(threads, weights);
     samples(threads);
+    layer_ops(threads);
     calls_at_the_same_time(threads);
     tasks_without_memory(threads);
     nanovllm_end_threads(threads);
