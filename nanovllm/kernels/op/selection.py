@@ -74,7 +74,7 @@ def resolve_kernels(
         priority: providers of an op, best first; the first available one is taken. "*": every op that has it.
         plugins: files or modules to load (`plugins.py`); what they register comes before what the package has.
         who: what the user calls `priority`, for error messages.
-        in_engine: the caller is an engine, which prepacks weights. If not, a provider that does so, or that is preferred
+        in_engine: the caller is an engine, which prepacks weights. If not, a provider that does so, or is preferred
             in engines alone, must be named.
 
     Raises:
