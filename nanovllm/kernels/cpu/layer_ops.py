@@ -38,7 +38,8 @@ def _library() -> ctypes.CDLL:
         address, c_int32, address, *[size] * 5, address, address, size, size, address, c_float, address,
     ]  # fmt: skip
     lib.nanovllm_store.argtypes = [
-        address, c_int32, *[size] * 3, *[address, size, size] * 2, address, size, c_int32, address, address,
+        address, c_int32, *[size] * 3, address, size, size, address, size, size, address, size, c_int32, address,
+        address,
     ]  # fmt: skip
     lib.nanovllm_attention.argtypes = [
         address, c_int32, address, *[size] * 5, c_int32, address, address, *[size] * 4, address, size, size, address,
