@@ -312,20 +312,6 @@ def test_the_order_and_its_reason(rms_norm, monkeypatch):
     assert names()[0] == "fast" and "NANOVLLM_KERNELS='rms_norm=fast' names it" in why_selected(rms_norm, CPU)
 
 
-def test_a_provider_runs_where_it_is_preferred_or_named(rms_norm, monkeypatch):
-    for preferred, first, outside in (
-        ("anywhere", "cpu", "cpu"), ("engines", "cpu", NATIVE), ("nowhere", NATIVE, NATIVE)
-    ):  # fmt: skip
-        monkeypatch.setitem(rms_norm.providers, "cpu", Provider("cpu", double_rows, preferred=preferred))
-        rms_norm.resolved_calls.clear()
-        assert resolve_kernels(CPU).providers["rms_norm"] == first == ranked_providers(rms_norm, CPU)[0].name
-        assert resolve_kernels(CPU, in_engine=False).providers["rms_norm"] == outside
-        assert torch.equal(rms_norm(*ROWS), 2 * ROWS[0]) == (outside == "cpu")
-        named = {"rms_norm": ["cpu"]}
-        assert resolve_kernels(CPU, priority=named, in_engine=False).providers["rms_norm"] == "cpu"
-    rms_norm.resolved_calls.clear()
-
-
 def test_a_fastest_provider_that_cannot_run_is_named_with_its_reason(rms_norm, monkeypatch, measured):
     gpu = torch.device("cuda", 0)
     softmax = all_ops()["softmax"]
