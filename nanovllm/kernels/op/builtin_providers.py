@@ -117,7 +117,7 @@ ops.linear.add(
         num_tokens=onednn.num_tokens_linear, prepack=onednn.prepack_linear,
     )
 )  # fmt: skip
-ops.sample.add(Provider("cpu", "nanovllm.kernels.cpu.library:sample", cpu_support))
+ops.sample.add(Provider("cpu", "nanovllm.kernels.cpu.library:sample", cpu_support, preferred="engines"))
 for _op in (
     ops.add_rms_norm, ops.attention_decode, ops.attention_prefill, ops.qk_norm_rope, ops.rms_norm, ops.rotary_embedding,
     ops.silu_and_mul, ops.store_kvcache,

@@ -62,10 +62,9 @@ def test_a_report_names_modules_ops_and_providers(model):
 
 
 def test_on_a_cpu_only_what_is_asked_for_is_replaced(model, caplog):
-    """Besides sampling, whose kernel is compiled: `test_transformers_sampling.py`."""
     if torch.cuda.is_available():
         pytest.skip("the model could be on a GPU")
-    with apply(model, exclude=["sample"]) as report:
+    with apply(model) as report:
         assert not report.replaced and "PyTorch reference" in report.left[0].why
         assert "nothing was replaced" in str(report) and "nothing was replaced" in caplog.text
     with apply(model, ops="rms_norm") as report:
