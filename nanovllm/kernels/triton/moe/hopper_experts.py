@@ -103,7 +103,7 @@ def hopper_experts(
     pdl = has_dependent_launch(x.device)
     kernel[(num_sms(x),)](
         rows_of_x, descriptor(weight.data_ptr(), weight.dtype, shape, strides, box), pairs.order, pairs.blocks,
-        pairs.blocks.shape[1], y, outputs, x.stride(0), TOP_K=top_k, GATED=gated, SIZE=size,
+        pairs.blocks.shape[1], y, outputs, x.stride(0) // 8, TOP_K=top_k, GATED=gated, SIZE=size,
         PIECES=cdiv(outputs, units), TOKENS=plan.tokens, ROWS=plan.rows, SLOTS=plan.slots, LOADERS=_LOADERS[gated],
         REGISTERS=_REGISTERS, LOAD_REGISTERS=_LOAD_REGISTERS[gated], PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from nanovllm.kernels.triton.gluon_compat import copy_async, reinterpret, tma_lo
 
 @gluon.jit
 def load_tiles(
-    x, weight, order, blocks, max_blocks, stride_x, x_tiles, w_tiles, full, empty, TOP_K: gl.constexpr,
+    x, weight, order, blocks, max_blocks, eighths, x_tiles, w_tiles, full, empty, TOP_K: gl.constexpr,
     GATED: gl.constexpr, SIZE: gl.constexpr, PIECES: gl.constexpr, TOKENS: gl.constexpr, ROWS: gl.constexpr,
     SLOTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
@@ -47,7 +47,8 @@ def load_tiles(
             end = gl.load(blocks + 2 * max_blocks + block)
             # Rows of the tile without a pair are those of token 0. They are not stored.
             token = gl.load(order + first + row, first + row < end, other=0) // TOP_K
-            lines = x + (token.to(gl.int64) * stride_x)[:, None]
+            # Eight elements are 16 bytes: by the factor the compiler sees that every copy can be of as many.
+            lines = x + (token.to(gl.int64) * eighths * 8)[:, None]
         for step in range(gl.where(expert >= 0, SIZE // 64, 0)):
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(full.index(slot), BYTES)
@@ -143,13 +144,13 @@ def multiply_tiles(
 
 @gluon.jit(do_not_specialize=["max_blocks"])
 def hopper_experts_kernel(
-    x,  # GATED: [tokens, SIZE], rows `stride_x` apart; else boxes of [TOKENS, 64] of [pairs, SIZE], by `order`
+    x,  # GATED: [tokens, SIZE], rows 8 * `eighths` apart; else boxes of [TOKENS, 64] of [pairs, SIZE], by `order`
     # GATED: boxes of [1, 2, ROWS / 2, 64] of [num_experts, 2, num_rows, SIZE]; else of [1, ROWS, 64] of [num_experts,
     # num_rows, SIZE]
     weight,
     order, blocks, max_blocks,  # `SortedPairs`
     y,  # [pairs, num_rows]: GATED: by `order`; else by pair
-    num_rows, stride_x,
+    num_rows, eighths,
     TOP_K: gl.constexpr,
     GATED: gl.constexpr,
     SIZE: gl.constexpr,  # a multiple of 64
@@ -180,7 +181,7 @@ def hopper_experts_kernel(
                               GATED, SIZE, PIECES, TOKENS, ROWS, SLOTS, PDL)),
             (multiply_tiles, (y, order, blocks, max_blocks, num_rows, x_tiles, w_tiles, full, empty, gl.constexpr(1),
                               GATED, SIZE, PIECES, TOKENS, ROWS, SLOTS, PDL)),
-            (load_tiles, (x, weight, order, blocks, max_blocks, stride_x, x_tiles, w_tiles, full, empty, TOP_K, GATED,
+            (load_tiles, (x, weight, order, blocks, max_blocks, eighths, x_tiles, w_tiles, full, empty, TOP_K, GATED,
                           SIZE, PIECES, TOKENS, ROWS, SLOTS, PDL)),
         ],
         [4, LOADERS],

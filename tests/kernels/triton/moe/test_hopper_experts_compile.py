@@ -18,15 +18,16 @@ from tests.kernels.triton.compiled import compiled, launches_of, resources, tens
 EXPERTS, TOP_K, HIDDEN = 128, 8, 2048
 
 
-@pytest.mark.parametrize("dtype, tokens, intermediate, gated", [
-    (torch.bfloat16, 16384, 768, True), (torch.bfloat16, 1024, 768, False), (torch.float16, 1024, 384, True),
-    (torch.float16, 16384, 384, False),
+@pytest.mark.parametrize("dtype, tokens, intermediate, gated, gap", [
+    (torch.bfloat16, 16384, 768, True, 0), (torch.bfloat16, 16384, 768, True, 8),
+    (torch.bfloat16, 1024, 768, False, 0), (torch.float16, 1024, 384, True, 0), (torch.float16, 16384, 384, False, 0),
 ])  # fmt: skip
-def test_compiles_without_spills(dtype, tokens, intermediate, gated, tmp_path):
+def test_compiles_without_spills(dtype, tokens, intermediate, gated, gap, tmp_path):
+    """gap: elements between the rows of x. Each copy of 16 bytes is aligned with eight, too."""
     t = tensors(dtype)
     plan = plan_hopper_experts(tokens * TOP_K, EXPERTS)
     if gated:
-        x, weight = t(tokens, HIDDEN), t(EXPERTS, 2 * intermediate, HIDDEN)
+        x, weight = t(tokens, HIDDEN + gap)[:, :HIDDEN], t(EXPERTS, 2 * intermediate, HIDDEN)
     else:
         x, weight = t(tokens * TOP_K, intermediate), t(EXPERTS, HIDDEN, intermediate)
     pairs = SortedPairs(torch.empty(tokens * TOP_K, dtype=torch.int32), torch.empty(3, 99, dtype=torch.int32))
