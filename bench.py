@@ -18,7 +18,7 @@ takes longer. A profile of the first workload follows, apart from the timed
 runs, in `profiles/`: a trace for ui.perfetto.dev, a report as text, and one as
 a page. `--no-profile` leaves it out.
 
-Without options it takes about two minutes on two cores of a CPU. On a terminal
+Without options it takes about a minute on two cores of a CPU. On a terminal
 a line says what is measured, which of the runs it is, and for how long.
 """
 
